@@ -1,0 +1,139 @@
+"""`profile` and `plan`: from a workload to facts, from facts and a budget to a plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import psutil
+import torch
+
+from memopt.errors import DataDependentError, UnsupportedError
+from memopt.policies.plan import Plan
+from memopt.policies.solve import Progress, Solver
+from memopt.profiler.hardware import CATALOGUE, Hardware, hardware_named
+from memopt.profiler.profile import Profile
+from memopt.profiler.step import profile_step
+from memopt.units import parse_budget
+from memopt.workload import Workload, own_loss
+
+logger = logging.getLogger("memopt")
+
+Budget = int | str | Callable[[Profile], int]
+
+LEVERS = frozenset({"recompute", "offload", "shard", "quantize"})
+AVAILABLE = frozenset({"recompute"})
+
+# Kernels use scratch that no op shows (threads' partial sums, packed weights): room for it is part of every forecast.
+SCRATCH_SHARE = 0.004
+
+
+def profile(workload: Workload, mode: str = "fake", hardware: str | None = None) -> Profile:
+    """What one training step of `workload` keeps in memory and for how long.
+
+    Args:
+        mode: "fake" runs the step on fake tensors: nothing is allocated, times come from a roofline. "run" trains a copy
+            of the model for two steps and measures each op; it needs room for the copy.
+        hardware: a name from the catalogue ("h100", "cpu") for the roofline; by default the model's device.
+
+    If the forward depends on the values of its data, a fake profile can't follow it: a real one is made instead, and
+    a note in the profile says so. Raises UnsupportedError for what can't be profiled, ValueError for bad arguments.
+    """
+    if not isinstance(workload, Workload):
+        raise ValueError(f"profile takes a memopt.Workload, not {type(workload).__name__}")
+    if mode not in ("fake", "run"):
+        raise ValueError(f'mode must be "fake" or "run", not {mode!r}')
+    named = hardware_named(hardware) if hardware is not None else None
+    try:
+        found = profile_workload(workload, mode, named)
+    except DataDependentError as e:
+        logger.warning("memopt: %s. Profiling a real step on a copy of the model instead.", e)
+        found = profile_workload(workload, "run", named)
+        found = replace(found, notes=(*found.notes, f"profiled for real: {e}"))
+    solver = Solver(found)
+    return found.with_min_bytes(solver.peak_bytes(solver.least().outcome))
+
+
+def profile_workload(workload: Workload, mode: str, hardware: Hardware | None) -> Profile:
+    """A profile with its plain peak; `min_bytes` is not worked out yet."""
+    return with_peak(
+        profile_step(
+            workload.model,
+            workload.args,
+            workload.kwargs,
+            workload.loss or own_loss,
+            workload.optimizer,
+            mode=mode,
+            hardware=hardware,
+            micro_batches=workload.micro_batches,
+        )
+    )
+
+
+def with_peak(found: Profile) -> Profile:
+    """The profile with the plain step's simulated peak and the kernels' scratch."""
+    plain = Solver(found).plain
+    scratch = int(SCRATCH_SHARE * plain.peak_bytes)
+    return replace(found, peak_bytes=plain.peak_bytes + scratch, scratch_bytes=scratch)
+
+
+def plan(
+    profile: Profile,
+    budget: Budget,
+    allow: Iterable[str] | None = None,
+    *,
+    nvme: str | None = None,
+    host_budget: int | str | None = None,
+    device_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan found whose forecast peak is within `budget`.
+
+    Args:
+        budget: bytes; a text such as "24GiB" or "24GB"; "80%" of `device_bytes`; "min" for the least that can be reached;
+            or a function from the profile to bytes.
+        allow: levers that may be used, by default all that keep the numbers exact.
+        device_bytes: memory of the target device, for a percentage; by default that of the device here, or the
+            catalogue's.
+        progress: called with a line of text now and then.
+
+    Raises InfeasibleBudgetError if no plan fits, ValueError for a budget or lever that is not understood.
+    """
+    check_levers(allow, nvme, host_budget)
+    solver = Solver(profile, progress)
+    if isinstance(budget, str) and budget.strip().lower() == "min":
+        budget_bytes = solver.peak_bytes(solver.least().outcome)
+    else:
+        budget_bytes = budget_in_bytes(profile, budget, device_bytes)
+    if allow is not None and "recompute" not in set(allow):
+        return solver.solve_without_recompute(budget_bytes)
+    return solver.solve(budget_bytes)
+
+
+def budget_in_bytes(profile: Profile, budget: Budget, device_bytes: int | None) -> int:
+    """A budget other than "min" as a number of bytes."""
+    value = budget(profile) if callable(budget) else budget
+    return parse_budget(value, device_bytes or _device_bytes(profile))
+
+
+def _device_bytes(profile: Profile) -> int | None:
+    """Memory of the device that a profile is for, None if it is not known."""
+    if profile.device == "cpu":
+        return int(psutil.virtual_memory().total)
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return CATALOGUE[profile.hardware].memory_bytes or None
+
+
+def check_levers(allow: Iterable[str] | None, nvme: str | None, host_budget: int | str | None) -> None:
+    """Raise for levers that do not exist, or that this version can't follow."""
+    asked = {allow} if isinstance(allow, str) else set(allow if allow is not None else ())
+    if unknown := asked - LEVERS:
+        raise ValueError(f"unknown levers {sorted(unknown)}; known: {sorted(LEVERS)}")
+    if missing := asked - AVAILABLE:
+        raise UnsupportedError(
+            f"allow={sorted(asked)}", f"{sorted(missing)} can't be applied by this version; it has {sorted(AVAILABLE)}"
+        )
+    if nvme is not None or host_budget is not None:
+        raise UnsupportedError("nvme= and host_budget=", "offload can't be applied by this version")

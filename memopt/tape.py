@@ -1,0 +1,446 @@
+"""Recompute dropped activations by replaying recorded aten ops; the user's Python runs once.
+
+[Note: How the tape works] While the model's forward runs, a dispatch mode sees each op. An op whose outputs the plan drops
+becomes a `Node`: the op and references to its inputs. Autograd's saved tensors pass a pack hook: a tensor over a storage
+that a node made is replaced by a `Dropped` handle (value and geometry), so its memory goes when Python lets go of it. When
+backward asks for it, the nodes that lead to it from kept values run again, in their first order, without autograd.
+
+[Note: Need] A replayed value is cached only while it is needed: by saved tensors that backward has not asked for yet, or by
+armed nodes. A node is armed while some output of it is needed and not cached. `policies/simulate.py` plays the same rules.
+
+[Note: Sources] A kept value that a node reads is a `Source`: an alias that shares the version counter of the original. A
+write that the mode sees copies it first; a write from outside is noticed by its version, and the replay refuses.
+
+A decision that does not fit the run (an op that the plan does not know, a call that never comes) keeps a value that could
+have been dropped, or drops one that could have been kept. It can't change a number.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Set
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memopt.errors import ReplayError
+from memopt.profiler.frames import ModuleFrames
+from memopt.profiler.ops import OpFacts, draws_random, facts_of, flat_tensors, without_hidden_writes, written_tensors
+
+# Decisions: module path -> overload -> call -> flat output positions that are dropped.
+Decisions = Mapping[str, Mapping[OpOverload, Mapping[int, tuple[int, ...]]]]
+
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_thread = threading.local()  # .replaying: true while a replay runs in this thread; .recording: the active one
+
+
+class Value:
+    """The content of one storage between two writes: made by a recorded node, or kept."""
+
+    __slots__ = ("__weakref__", "cache", "need", "node", "source")
+
+    def __init__(self, node: Node | None) -> None:
+        self.node = node
+        self.need = 0  # saved tensors not yet asked for, and armed nodes that read it
+        self.cache: torch.Tensor | None = None  # a replayed result
+        self.source: weakref.ref[Source] | None = None
+
+    def wanted(self) -> None:
+        """Count one more need. Arms the node that makes it, and so on towards the sources."""
+        stack = [self]
+        while stack:
+            value = stack.pop()
+            value.need += 1
+            node = value.node
+            if value.need == 1 and node is not None and not node.is_armed and value.cache is None:
+                node.is_armed = True
+                stack.extend(node.parents)
+
+    def released(self) -> None:
+        """Count one need less. What nobody needs is forgotten, and its makers hear of it."""
+        stack = [self]
+        while stack:
+            value = stack.pop()
+            value.need -= 1
+            if value.need == 0:
+                value.cache = None
+                if value.node is not None:
+                    stack.extend(value.node.disarmed())
+
+
+class Source:
+    """A kept tensor that nodes read: see [Note: Sources]."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self.tensor, self.version = tensor, version
+
+    def copy_before_write(self) -> None:
+        t = self.tensor
+        own = t.untyped_storage().clone()
+        self.tensor = torch.empty(0, dtype=t.dtype, device=t.device).set_(own, t.storage_offset(), t.size(), t.stride())
+        self.version = self.tensor._version
+
+
+class View:
+    """An input of a node: geometry over a dropped value, or over a source."""
+
+    __slots__ = ("dtype", "offset", "owner", "size", "stride")
+
+    def __init__(self, owner: Value | Source, t: torch.Tensor) -> None:
+        self.owner = owner
+        self.dtype, self.size, self.stride, self.offset = t.dtype, t.size(), t.stride(), t.storage_offset()
+
+    def tensor(self, op: OpOverload) -> torch.Tensor:
+        owner = self.owner
+        if isinstance(owner, Value):
+            base = owner.cache
+            assert base is not None, "a replay runs in forward order"
+        else:
+            base = owner.tensor
+            if base._version != owner.version:
+                raise ReplayError(str(op), self.size, owner.version, base._version)
+            if base.untyped_storage().nbytes() == 0 and self.size.numel() > 0:
+                raise ReplayError(str(op), self.size, owner.version, base._version, is_gone=True)
+        return _over(base, self)
+
+
+def _over(base: torch.Tensor, geometry: View | Dropped) -> torch.Tensor:
+    """A tensor of the given geometry over the storage of `base`."""
+    g = geometry
+    if (
+        base.dtype is g.dtype
+        and base.storage_offset() == g.offset
+        and base.size() == g.size
+        and base.stride() == g.stride
+    ):
+        return base
+    if base.dtype is g.dtype:
+        return base.as_strided(g.size, g.stride, g.offset)
+    return torch.empty(0, dtype=g.dtype, device=base.device).set_(base.untyped_storage(), g.offset, g.size, g.stride)
+
+
+class Node:
+    """One recorded op: what to run, on which inputs, and which values it makes (by flat output position)."""
+
+    __slots__ = ("args", "facts", "func", "is_armed", "kwargs", "outputs", "parents", "sequence")
+
+    def __init__(self, func: OpOverload, facts: OpFacts, sequence: int) -> None:
+        self.func, self.facts, self.sequence = func, facts, sequence
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.parents: tuple[Value, ...] = ()  # dropped values that it reads
+        self.outputs: list[tuple[int, weakref.ref[Value]]] = []
+        self.is_armed = False
+
+    def disarmed(self) -> tuple[Value, ...]:
+        """Disarm if no output is both needed and missing; returns the values that lost a need by it."""
+        if not self.is_armed:
+            return ()
+        for _, ref in self.outputs:
+            value = ref()
+            if value is not None and value.need > 0 and value.cache is None:
+                return ()
+        self.is_armed = False
+        return self.parents
+
+    def run(self) -> list[torch.Tensor]:
+        func = self.func
+        args = tuple(_given(a, func) for a in self.args)
+        kwargs = {k: _given(a, func) for k, a in self.kwargs.items()}
+        return flat_tensors((func(*without_hidden_writes(self.facts, args), **kwargs),))
+
+
+def _given(x: Any, op: OpOverload) -> Any:
+    if type(x) is View:
+        return x.tensor(op)
+    if type(x) is list or type(x) is tuple:
+        return type(x)(_given(y, op) for y in x)
+    return x
+
+
+class Dropped:
+    """What autograd holds in place of a dropped saved tensor."""
+
+    __slots__ = ("__weakref__", "dtype", "is_asked", "offset", "recording", "size", "stride", "value")
+
+    def __init__(self, recording: Recording, value: Value, t: torch.Tensor) -> None:
+        self.recording, self.value = recording, value
+        self.dtype, self.size, self.stride, self.offset = t.dtype, t.size(), t.stride(), t.storage_offset()
+        self.is_asked = False
+
+    def tensor(self) -> torch.Tensor:
+        """The saved tensor, replayed if it is not cached."""
+        was_replaying = getattr(_thread, "replaying", False)
+        _thread.replaying = True  # backward may run inside a recorded forward
+        try:
+            with self.recording.lock, torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+                if self.is_asked:
+                    self.recording.rearm()
+                value = self.value
+                if value.cache is None:
+                    _replay(value)
+                assert value.cache is not None
+                t = _over(value.cache, self)
+                self.is_asked = True
+                value.released()
+                return t
+        finally:
+            _thread.replaying = was_replaying
+
+
+def _replay(target: Value) -> None:
+    """Run the nodes that `target` needs, in the order in which the forward ran them."""
+    assert target.node is not None
+    found, stack = {target.node}, [target.node]
+    while stack:
+        for value in stack.pop().parents:
+            if value.cache is None and value.node not in found:
+                assert value.node is not None
+                found.add(value.node)
+                stack.append(value.node)
+    for node in sorted(found, key=lambda n: n.sequence):
+        results = node.run()
+        for position, ref in node.outputs:
+            value = ref()
+            if value is not None and value.need > 0:
+                value.cache = results[position]
+        del results
+        for value in node.disarmed():
+            value.released()
+
+
+class Recording(TorchDispatchMode):
+    """One forward under a plan: context in which ops are recorded and saved tensors dropped.
+
+    Args:
+        decisions: what to drop; None drops whatever can be replayed.
+        paths: dotted name of each module, by identity.
+        boundaries: modules, by identity, whose outputs are kept whatever the decisions are: replays end there.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, decisions: Decisions | None, paths: dict[int, str], boundaries: Set[int] = frozenset()) -> None:
+        super().__init__()
+        self.drops_all = decisions is None
+        self.frames = ModuleFrames(paths, dict(decisions or {}))
+        self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None  # there while the forward runs
+        self.boundaries = boundaries
+        if boundaries:
+            self.frames.on_exit = self._keep_output
+        self.values: dict[int, Value] = {}
+        self.weak_storages: list[Any] = []  # a storage's address is not used again while a weak reference holds it
+        self.handles: list[weakref.ref[Dropped]] = []
+        self.lock = threading.RLock()
+        self.num_nodes = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # spares 6 us per op
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # the user's compiled regions stay compiled: their numbers are not eager's
+
+    def __enter__(self) -> Recording:
+        self.frames.__enter__()
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        self.hooks.__enter__()
+        super().__enter__()
+        _thread.recording = self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        _thread.recording = None
+        super().__exit__(kind, e, tb)
+        assert self.hooks is not None
+        self.hooks.__exit__(None, None, None)
+        self.hooks = None
+        self.frames.__exit__(kind, e, tb)
+        self.frames.on_exit = None
+        # From here on only what backward will ask for stays alive: handles hold values, values nodes, nodes sources.
+        self.values.clear()
+        for weak in self.weak_storages:
+            torch.UntypedStorage._free_weak_ref(weak)
+        self.weak_storages.clear()
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(_thread, "replaying", False):
+            return func(*args, **kwargs)
+        facts = facts_of(func)
+        if facts.is_mutable or facts.hidden:
+            return self._write(func, facts, args, kwargs)
+        out = func(*args, **kwargs)
+        positions = self._decision(func, facts)
+        if positions is not None:
+            self._record(func, facts, args, kwargs, out, positions)
+        return out
+
+    def _decision(self, func: OpOverload, facts: OpFacts) -> tuple[int, ...] | None:
+        """Flat output positions to drop (an empty tuple: all), or None."""
+        if self.drops_all:
+            return () if facts.is_pure and torch.is_grad_enabled() else None
+        frame = self.frames.current
+        calls = frame.planned.get(func) if frame.planned is not None else None
+        if calls is None:
+            return None
+        return calls.get(frame.next_call(func)) if facts.is_pure else None
+
+    def _write(self, func: OpOverload, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        """Run an op that writes its arguments: sources are copied first, and the storages hold new values after."""
+        written = [t for t in written_tensors(facts, args, kwargs) if _is_plain(t)]
+        keys = [t.untyped_storage()._cdata for t in written]
+        for key in keys:
+            value = self.values.get(key)
+            source = value.source() if value is not None and value.source is not None else None
+            if source is not None:
+                source.copy_before_write()
+        out = func(*args, **kwargs)
+        for key in keys:
+            self.values.pop(key, None)
+        if facts.hidden:  # its proper outputs can be made again without the hidden ones
+            positions = self._decision(func, facts)
+            if positions is not None:
+                self._record(func, facts, args, kwargs, out, positions)
+        return out
+
+    def _record(
+        self, func: OpOverload, facts: OpFacts, args: Any, kwargs: Any, out: Any, positions: tuple[int, ...]
+    ) -> None:
+        if draws_random(facts, args, kwargs):
+            return
+        inputs = flat_tensors(args) + flat_tensors(kwargs.values()) if kwargs else flat_tensors(args)
+        results = flat_tensors((out,))
+        if not inputs or not all(map(_is_plain, inputs)) or not all(map(_is_plain, results)):
+            return
+        taken = {t.untyped_storage()._cdata for t in inputs}
+        fresh = []
+        for position, t in enumerate(results):
+            storage = t.untyped_storage()
+            if storage._cdata in taken:
+                continue
+            taken.add(storage._cdata)
+            if not positions or position in positions:
+                fresh.append((position, storage))
+        if not fresh:
+            return
+        node = Node(func, facts, self.num_nodes)
+        self.num_nodes += 1
+        parents: dict[int, Value] = {}
+        node.args = tuple(self._reference(a, parents) for a in args)
+        node.kwargs = {k: self._reference(a, parents) for k, a in kwargs.items()}
+        node.parents = tuple(parents.values())
+        for position, storage in fresh:
+            value = Value(node)
+            self._bind(storage, value)
+            node.outputs.append((position, weakref.ref(value)))
+
+    def _bind(self, storage: torch.UntypedStorage, value: Value) -> None:
+        self.weak_storages.append(storage._weak_ref())
+        self.values[storage._cdata] = value
+
+    def _reference(self, x: Any, parents: dict[int, Value]) -> Any:
+        """What a node keeps of an argument."""
+        if isinstance(x, torch.Tensor):
+            storage = x.untyped_storage()
+            value = self.values.get(storage._cdata)
+            if value is None:
+                value = Value(None)
+                self._bind(storage, value)
+            if value.node is not None:
+                parents[id(value)] = value
+                return View(value, x)
+            source = value.source() if value.source is not None else None
+            if source is None:
+                source = Source(_alias(x), x._version)
+                value.source = weakref.ref(source)
+            return View(source, x)
+        if isinstance(x, list | tuple):
+            return type(x)(self._reference(y, parents) for y in x)
+        return x
+
+    def _keep_output(self, module: nn.Module, output: Any) -> None:
+        if id(module) in self.boundaries:
+            for t in flat_tensors((output,)):
+                if _is_plain(t):
+                    self.values.pop(t.untyped_storage()._cdata, None)
+
+    def pack(self, t: torch.Tensor) -> Any:
+        """Saved-tensor hook: a dropped value's tensor becomes a handle, any other stays, with its version."""
+        if _is_plain(t):
+            value = self.values.get(t.untyped_storage()._cdata)
+            if value is not None and value.node is not None and not getattr(_thread, "replaying", False):
+                handle = Dropped(self, value, t)
+                value.wanted()
+                self.handles.append(weakref.ref(handle))
+                return handle
+            return (t, t._version)
+        return t
+
+    def rearm(self) -> None:
+        """Begin another backward over the same graph: all handles that are still held count as not asked for."""
+        alive = [handle for ref in self.handles if (handle := ref()) is not None]
+        self.handles = [weakref.ref(handle) for handle in alive]
+        for handle in alive:
+            if handle.is_asked:
+                handle.is_asked = False
+                handle.value.wanted()
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """Saved-tensor hook: give back what `Recording.pack` took. Raises as autograd does if it was written since."""
+    if type(packed) is Dropped:
+        return packed.tensor()
+    if type(packed) is tuple:
+        t, version = packed
+        if t._version != version:
+            # Saved-tensor hooks switch autograd's own check off.
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead."
+            )
+        return t  # type: ignore[no-any-return]
+    return packed  # type: ignore[no-any-return]
+
+
+def _hide_from_compiler() -> None:
+    """Tell dynamo to run our hooks as they are: a region that the user compiles is not to trace into them."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    hooks = (Recording.__torch_dispatch__, Recording.pack, unpack, ModuleFrames._enter, ModuleFrames._exit)
+    for hook in hooks:
+        set_code_exec_strategy(hook.__code__, skip)
+
+
+_hide_from_compiler()
+
+
+def is_recording() -> bool:
+    """Whether a forward under a plan runs in this thread now."""
+    return getattr(_thread, "recording", None) is not None
+
+
+def _is_plain(t: torch.Tensor) -> bool:
+    return type(t) in _PLAIN_TYPES and t.layout is torch.strided
+
+
+def _alias(x: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same storage that shares `x`'s version counter, but holds nothing of its graph."""
+    if x.grad_fn is None:
+        return x
+    # Inside __torch_dispatch__ a plain detach() has a version counter of its own: this key gives the shared one.
+    torch._C._dispatch_tls_set_dispatch_key_excluded(DispatchKey.ADInplaceOrView, False)
+    try:
+        return x.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(DispatchKey.ADInplaceOrView, True)

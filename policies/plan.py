@@ -1,0 +1,96 @@
+"""A plan: which op outputs are dropped and made again in backward, and what that will cost. Data only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memopt.profiler.profile import OpKey
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Outputs of one op that are not kept for backward, by flat output position."""
+
+    key: OpKey
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the simulator says of a step under the plan."""
+
+    peak_bytes: int  # everything included, the kernels' scratch too
+    step_s: float
+    plain_peak_bytes: int
+    plain_step_s: float
+    recompute_s: float  # of step_s: replayed ops and the tape's bookkeeping
+    peak_at: str  # module and phase of the peak
+    breakdown: dict[str, int] = field(default_factory=dict)  # bytes at the peak by kind
+
+    @property
+    def slowdown(self) -> float:
+        """Step time against the plain step's, 1.0 for no cost."""
+        return self.step_s / self.plain_step_s if self.plain_step_s > 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A choice that the simulator found to be within the budget. `gap` 0.02: proven within 2% of the best step time."""
+
+    budget_bytes: int
+    drops: tuple[Drop, ...]
+    forecast: Forecast
+    gap: float
+    levers: tuple[str, ...]
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing to do: the plain step fits."""
+        return not self.drops
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON to `path`."""
+        Path(path).write_text(json.dumps(self.to_json()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read what `save` wrote. Raises ValueError if it is not a plan of this format."""
+        return cls.from_json(json.loads(Path(path).read_text()))
+
+    def to_json(self) -> dict[str, Any]:
+        f = self.forecast
+        return {
+            "format": "memopt.plan",
+            "version": FORMAT_VERSION,
+            "budget_bytes": self.budget_bytes,
+            "drops": [[d.key.module, d.key.op, d.key.call, list(d.positions)] for d in self.drops],
+            "forecast": {name: getattr(f, name) for name in Forecast.__dataclass_fields__},
+            "gap": self.gap,
+            "levers": list(self.levers),
+            "input_shapes": [list(s) for s in self.input_shapes],
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        if data.get("format") != "memopt.plan" or data.get("version") != FORMAT_VERSION:
+            raise ValueError(
+                f"not a memopt plan of version {FORMAT_VERSION}: format {data.get('format')!r}, "
+                f"version {data.get('version')!r}. Plan again."
+            )
+        return cls(
+            budget_bytes=data["budget_bytes"],
+            drops=tuple(Drop(OpKey(m, op, call), tuple(positions)) for m, op, call, positions in data["drops"]),
+            forecast=Forecast(**data["forecast"]),
+            gap=data["gap"],
+            levers=tuple(data["levers"]),
+            input_shapes=tuple(tuple(s) for s in data["input_shapes"]),
+            notes=tuple(data["notes"]),
+        )

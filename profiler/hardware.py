@@ -1,0 +1,85 @@
+"""How fast a device is: numbers for a roofline, where ops have not been measured.
+
+A roofline does not forecast a step to the percent; it ranks ops by cost, which is what a plan needs. `memopt.profile` with
+mode="run" measures each op instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Elementwise ops that compute more than they move: on a CPU they run several times slower than a copy.
+_TRANSCENDENTAL = frozenset(
+    "gelu gelu_backward tanh tanh_backward silu silu_backward sigmoid exp erf log log1p expm1 sin cos pow softplus mish "
+    "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm native_layer_norm_backward "
+    "native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward elu hardswish".split()
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Peak rates of one device. `launch_s` is the fixed cost of one op, `replay_s` that of replaying one op from Python,
+    `record_s` that of an op which passes the tape's dispatch mode in the forward."""
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    transcendental_bytes_per_s: float
+    launch_s: float
+    record_s: float
+    replay_s: float
+    memory_bytes: int = 0
+
+    def op_s(self, name: str, flops: int, moved_bytes: int, output_bytes: int) -> float:
+        """Seconds of one op by roofline: the longer of computing and moving, and its launch.
+
+        Source: Williams et al. 2009, "Roofline". `name` is an overload's, such as "aten.gelu.default".
+        """
+        base = name.split(".")[1] if "." in name else name
+        rate = self.transcendental_bytes_per_s if base.rstrip("_") in _TRANSCENDENTAL else self.bytes_per_s
+        return max(flops / self.flops_per_s, moved_bytes / rate) + self.launch_s
+
+
+def _gpu(name: str, tflops: float, tb_per_s: float, gib: int) -> Hardware:
+    # 60% of the data sheet's dense bf16 rate and 80% of its bandwidth are what large kernels reach.
+    return Hardware(
+        name=name,
+        flops_per_s=0.6 * tflops * 1e12,
+        bytes_per_s=0.8 * tb_per_s * 1e12,
+        transcendental_bytes_per_s=0.8 * tb_per_s * 1e12,
+        launch_s=5e-6,
+        record_s=12e-6,
+        replay_s=12e-6,
+        memory_bytes=gib * 2**30,
+    )
+
+
+# Sources: the makers' data sheets (dense bf16 TFLOP/s, TB/s, GiB). "cpu" was measured on two cores of a server CPU.
+CATALOGUE: dict[str, Hardware] = {
+    "cpu": Hardware(
+        name="cpu",
+        flops_per_s=100e9,
+        bytes_per_s=10e9,
+        transcendental_bytes_per_s=3.5e9,
+        launch_s=8e-6,
+        record_s=20e-6,
+        replay_s=20e-6,
+    ),
+    "h200": _gpu("h200", 989, 4.8, 141),
+    "h100": _gpu("h100", 989, 3.35, 80),
+    "a100": _gpu("a100", 312, 2.04, 80),
+    "l40s": _gpu("l40s", 362, 0.864, 48),
+    "rtx4090": _gpu("rtx4090", 165, 1.01, 24),
+}
+
+
+def hardware_named(name: str) -> Hardware:
+    """The catalogue's entry for a name such as "h100" or a device's own name ("NVIDIA H100 80GB HBM3").
+
+    Raises ValueError with the known names if there is none.
+    """
+    text = name.lower().replace(" ", "")
+    for key, hardware in CATALOGUE.items():
+        if key in text:
+            return hardware
+    raise ValueError(f"no hardware named {name!r} in the catalogue; known: {', '.join(sorted(CATALOGUE))}")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 import torch
 
-from memopt.errors import DataDependentError, UnsupportedError
+from memopt.errors import FakeStepError, UnsupportedError
 from memopt.policies.plan import Plan
 from memopt.policies.solve import Progress, Solver
 from memopt.profiler.hardware import CATALOGUE, Hardware, hardware_named
@@ -25,8 +25,8 @@ Budget = int | str | Callable[[Profile], int]
 LEVERS = frozenset({"recompute", "offload", "shard", "quantize"})
 AVAILABLE = frozenset({"recompute"})
 
-# Kernels use scratch that no op shows (threads' partial sums, packed weights): room for it is part of every forecast.
-SCRATCH_SHARE = 0.004
+# Small scratch that no rule covers (threads' partial sums and the like): room for it is part of every forecast.
+SCRATCH_SHARE = 0.002
 
 
 def profile(workload: Workload, mode: str = "fake", hardware: str | None = None) -> Profile:
@@ -37,8 +37,8 @@ def profile(workload: Workload, mode: str = "fake", hardware: str | None = None)
             of the model for two steps and measures each op; it needs room for the copy.
         hardware: a name from the catalogue ("h100", "cpu") for the roofline; by default the model's device.
 
-    If the forward depends on the values of its data, a fake profile can't follow it: a real one is made instead, and
-    a note in the profile says so. Raises UnsupportedError for what can't be profiled, ValueError for bad arguments.
+    If fake tensors can't follow the step (it depends on the values of its data, or an op has no fake form), a real one is
+    profiled instead, and a note says so. Raises UnsupportedError for what can't be profiled, ValueError for bad arguments.
     """
     if not isinstance(workload, Workload):
         raise ValueError(f"profile takes a memopt.Workload, not {type(workload).__name__}")
@@ -47,7 +47,7 @@ def profile(workload: Workload, mode: str = "fake", hardware: str | None = None)
     named = hardware_named(hardware) if hardware is not None else None
     try:
         found = profile_workload(workload, mode, named)
-    except DataDependentError as e:
+    except FakeStepError as e:
         logger.warning("memopt: %s. Profiling a real step on a copy of the model instead.", e)
         found = profile_workload(workload, "run", named)
         found = replace(found, notes=(*found.notes, f"profiled for real: {e}"))

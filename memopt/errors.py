@@ -73,8 +73,8 @@ class UnsupportedError(MemoptError, ValueError):
         return f"{self.part} is not supported: {self.reason}"
 
 
-class DataDependentError(UnsupportedError):
-    """The forward depends on the values of its data, which a profile on fake tensors does not have."""
+class FakeStepError(UnsupportedError):
+    """The step can't be followed on fake tensors: it depends on the values of its data, or an op has no fake form."""
 
 
 class StoreError(MemoptError, OSError):

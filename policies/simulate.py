@@ -72,7 +72,13 @@ class Simulator:
         self.profile_replay_s = hardware.replay_s
         self._replay_s = [op.seconds + hardware.replay_s for op in ops]
         self.plain_s = profile.step_s
-        self._made_bytes = [sum(self.bytes_of[v] for v in op.makes) for op in ops]
+        self._made_bytes = [
+            sum(self.bytes_of[v] for v, p in zip(op.makes, op.positions, strict=True) if p >= 0) + op.scratch_bytes
+            for op in ops
+        ]
+        # A kernel's own scratch is there together with what it makes, which is born one event after it begins.
+        self._scratch_at = np.array([op.at + 1 for op in ops if op.scratch_bytes], np.int64)
+        self._scratch = np.array([op.scratch_bytes for op in ops if op.scratch_bytes], np.int64)
 
     def _moment(self, at: int) -> int:
         return self.end if at == NEVER else at
@@ -102,6 +108,11 @@ class Simulator:
         levels = np.cumsum(delta)[: self.end]
         peak_at = int(levels.argmax())
         peak = int(levels[peak_at])
+        if len(self._scratch):
+            raised = levels[self._scratch_at] + self._scratch
+            most = int(raised.argmax())
+            if raised[most] > peak:
+                peak, peak_at = int(raised[most]), int(self._scratch_at[most])
         for t, bump in bumps:
             if levels[t - 1] + bump > peak:
                 peak, peak_at = int(levels[t - 1]) + bump, t

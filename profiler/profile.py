@@ -63,6 +63,7 @@ class Op:
     flops: int
     moved_bytes: int
     seconds: float
+    scratch_bytes: int  # that the kernel holds for itself while it runs
     is_random: bool
     is_replayable: bool  # running it again on the same inputs gives the same bits and changes nothing else
 
@@ -153,7 +154,7 @@ class Profile:
             "notes": list(self.notes),
             "ops": [
                 [o.key.module, o.key.op, o.key.call, o.phase.value, o.at, o.reads, o.makes, o.positions, o.flops]
-                + [o.moved_bytes, o.seconds, o.is_random, o.is_replayable]
+                + [o.moved_bytes, o.seconds, o.scratch_bytes, o.is_random, o.is_replayable]
                 for o in self.ops
             ],
             "storages": [[s.num_bytes, s.kind.value, s.birth, s.death, s.module] for s in self.storages],

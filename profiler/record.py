@@ -25,6 +25,7 @@ from memopt.profiler.frames import ModuleFrames
 from memopt.profiler.geometry import GeometryMemo
 from memopt.profiler.hardware import Hardware
 from memopt.profiler.ops import OpFacts, draws_random, facts_of, flat_tensors, written_tensors
+from memopt.profiler.scratch import scratch_bytes
 from memopt.profiler.profile import NEVER, Kind, Op, OpKey, Phase, Profile, SavedTensor, Storage, Value
 
 CUDA_BLOCK_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
@@ -166,26 +167,38 @@ class Recorder(TorchDispatchMode):
             inputs += flat_tensors(kwargs.values())
         reads = tuple({v for t in inputs if (v := self.value_of(t)) is not None})
         at = self.tick()
-        seconds = -1.0
+        seconds, scratch = -1.0, -1
         if self.is_fake:
             out = self.call(func, args, kwargs)
         else:
-            seconds, out = self._timed(func, args, kwargs)
-        self._add(func, facts, args, kwargs, out, inputs, reads, at, seconds)
+            seconds, scratch, out = self._measured(func, args, kwargs)
+        self._add(func, facts, args, kwargs, out, inputs, reads, at, seconds, scratch)
         return out
 
-    def _timed(self, func: OpOverload, args: Any, kwargs: Any) -> tuple[float, Any]:
-        if self.device_type == "cuda":
-            torch.cuda.synchronize()
+    def _measured(self, func: OpOverload, args: Any, kwargs: Any) -> tuple[float, int, Any]:
+        """Seconds of the op, the bytes that its kernel took for itself (-1: not known here), and its result."""
+        if self.device_type != "cuda":
+            start = time.perf_counter()
+            out = func(*args, **kwargs)
+            return time.perf_counter() - start, -1, out
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         out = func(*args, **kwargs)
-        if self.device_type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start, out
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        made = max(torch.cuda.memory_allocated() - before, 0)
+        return seconds, max(torch.cuda.max_memory_allocated() - before - made, 0), out
+
+    def _scratch(self, name: str, inputs: list[torch.Tensor], out: Any) -> int:
+        if self.device_type != "cpu":
+            return 0
+        return scratch_bytes(name, inputs, flat_tensors((out,)), torch.get_num_threads())
 
     def _add(
         self, func: OpOverload, facts: OpFacts, args: Any, kwargs: Any, out: Any,
-        inputs: list[torch.Tensor], reads: tuple[int, ...], at: int, seconds: float,
+        inputs: list[torch.Tensor], reads: tuple[int, ...], at: int, seconds: float, scratch: int,
     ) -> None:  # fmt: skip
         self.tick()
         frame = self.frames.current if self.frames else None
@@ -233,6 +246,7 @@ class Recorder(TorchDispatchMode):
                 flops=flops,
                 moved_bytes=moved,
                 seconds=seconds,
+                scratch_bytes=self._scratch(facts.name, inputs, out) if scratch < 0 else scratch,
                 is_random=is_random,
                 is_replayable=facts.is_pure and not is_random and not has_odd_part and self.phase is Phase.FORWARD,
             )

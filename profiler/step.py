@@ -15,10 +15,9 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    UnsupportedOperatorException,
 )
 
-from memopt.errors import DataDependentError, UnsupportedError
+from memopt.errors import FakeStepError, MemoptError, UnsupportedError
 from memopt.profiler.fake import autocast_without_cache, deepcopies, in_own_context, untouched_generators
 from memopt.profiler.frames import ModuleFrames, paths_of
 from memopt.profiler.hardware import CATALOGUE, Hardware, hardware_named
@@ -28,7 +27,7 @@ from memopt.profiler.record import Recorder
 
 Loss = Callable[[Any], torch.Tensor]
 
-_NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def profile_step(
@@ -49,7 +48,7 @@ def profile_step(
     `micro_batches` above one the gradients of an earlier micro-batch are there during the forward. `keeps_output`: the
     caller's variables hold the model's output until the step ends.
 
-    Raises DataDependentError if a fake profile is asked for and the forward depends on the values of its data,
+    Raises FakeStepError if a fake profile is asked for and the step can't be followed there,
     UnsupportedError for a model that can't be copied or a loss that is none.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -76,8 +75,17 @@ def profile_step(
     with untouched_generators():
         try:
             return in_own_context(run)
-        except _NEEDS_DATA as e:
-            raise DataDependentError(f"the forward of {type(model).__name__}", f"{_line_of(e)}: {e}") from e
+        except MemoptError:
+            raise
+        except Exception as e:
+            if fake is None:
+                raise
+            why = "needs the values of its data" if isinstance(e, _NEEDS_DATA) else f"fails with {type(e).__name__}"
+            text = str(e).strip().splitlines()
+            raise FakeStepError(
+                f"a profile of {type(model).__name__} on fake tensors",
+                f"{_line_of(e)} {why}: {text[0] if text else ''}",
+            ) from e
 
 
 def hardware_of(device: torch.device) -> Hardware:

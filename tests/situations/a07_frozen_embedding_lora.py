@@ -46,11 +46,11 @@ def build() -> Case:
     ids = torch.randint(0, 20, (2, 6))
 
     def extra(model: Net) -> dict[str, Any]:
-        return dict(
-            zero_B=sum(float(block.B.abs().sum()) == 0 for block in model.blocks),
-            emb_grad=model.emb.weight.grad is None,
-            emb_req=model.emb.weight.requires_grad,
-        )
+        return {
+            "zero_B": sum(float(block.B.abs().sum()) == 0 for block in model.blocks),
+            "emb_grad": model.emb.weight.grad is None,
+            "emb_req": model.emb.weight.requires_grad,
+        }
 
     return Case(
         model=Net(),
@@ -58,5 +58,5 @@ def build() -> Case:
         loss=lambda o: F.cross_entropy(o[:, :-1].reshape(-1, 20), ids[:, 1:].reshape(-1)),
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
         extra=extra,
-        expect=dict(zero_B=0, emb_grad=True, emb_req=False),
+        expect={"zero_B": 0, "emb_grad": True, "emb_req": False},
     )

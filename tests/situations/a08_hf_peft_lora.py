@@ -31,7 +31,7 @@ def build() -> Case:
     ids = torch.randint(0, 64, (2, 10))
     return Case(
         model=model,
-        batch=((), dict(input_ids=ids, labels=ids, use_cache=False)),
+        batch=((), {"input_ids": ids, "labels": ids, "use_cache": False}),
         loss=lambda o: o.loss,
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
         extra=lambda m: sum(float(p.abs().sum()) == 0 for name, p in m.named_parameters() if "lora_B" in name),

@@ -26,7 +26,7 @@ class Triplet(nn.Module):
 
 
 def build() -> Case:
-    model, x, count = Triplet(), [torch.randn(5, 6) for _ in range(3)], dict(t=0, acc=0)
+    model, x, count = Triplet(), [torch.randn(5, 6) for _ in range(3)], {"t": 0, "acc": 0}
 
     def on_grad(grad: Tensor) -> None:
         count["t"] += 1
@@ -42,6 +42,6 @@ def build() -> Case:
         batch=(tuple(x), {}),
         loss=lambda o: F.triplet_margin_loss(*o),
         extra=lambda m: count,
-        expect=dict(t=3, acc=3),
+        expect={"t": 3, "acc": 3},
         optimizer=lambda p: torch.optim.Adam(p, lr=1e-2),
     )

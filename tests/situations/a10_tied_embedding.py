@@ -35,7 +35,7 @@ def build() -> Case:
     ids = torch.randint(0, 30, (3, 7))
 
     def extra(model: LM) -> dict[str, Any]:
-        return dict(tied=model.head.weight is model.emb.weight, n=sum(p.numel() for p in model.parameters()))
+        return {"tied": model.head.weight is model.emb.weight, "n": sum(p.numel() for p in model.parameters())}
 
     return Case(
         model=LM(),
@@ -43,5 +43,5 @@ def build() -> Case:
         loss=lambda o: F.cross_entropy(o[:, :-1].reshape(-1, 30), ids[:, 1:].reshape(-1)),
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
         extra=extra,
-        expect=dict(tied=True, n=800),
+        expect={"tied": True, "n": 800},
     )

@@ -63,4 +63,4 @@ def build() -> Case:
         aux = sum(a.mean() for a in state.aux if a is not None)
         return state.h.square().mean() + aux + 0.1 * sum(norms) + more["k"][0].var()
 
-    return Case(model=Net(), batch=((x,), dict(mask=mask)), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    return Case(model=Net(), batch=((x,), {"mask": mask}), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))

@@ -17,10 +17,10 @@ from .harness import Case
 
 def build() -> Case:
     model = nn.ModuleDict(
-        dict(
-            G=nn.Sequential(nn.Linear(4, 8), Block(8), nn.Linear(8, 6)),
-            D=nn.Sequential(nn.Linear(6, 8), Block(8), nn.Linear(8, 1)),
-        )
+        {
+            "G": nn.Sequential(nn.Linear(4, 8), Block(8), nn.Linear(8, 6)),
+            "D": nn.Sequential(nn.Linear(6, 8), Block(8), nn.Linear(8, 1)),
+        }
     )
     z, real = torch.randn(5, 4), torch.randn(5, 6)
     optimizers: dict[str, torch.optim.Optimizer] = {}  # made in the first step

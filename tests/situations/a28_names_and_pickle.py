@@ -45,14 +45,14 @@ def build() -> Case:
         plain = Net()
         plain.load_state_dict(torch.load(buffer), strict=True)
         again = pickle.loads(pickle.dumps(model))
-        return dict(
-            names=[name for name, _ in model.named_parameters()][:3],
-            types=[type(block).__name__ for block in model.blocks],
-            depth=model.cfg["depth"],
-            same=bool(torch.equal(plain(x), model(x))),
-            pick=bool(torch.equal(again(x), model(x))),
-            emb=round(float(model.embed(x).sum()), 5),
-        )
+        return {
+            "names": [name for name, _ in model.named_parameters()][:3],
+            "types": [type(block).__name__ for block in model.blocks],
+            "depth": model.cfg["depth"],
+            "same": bool(torch.equal(plain(x), model(x))),
+            "pick": bool(torch.equal(again(x), model(x))),
+            "emb": round(float(model.embed(x).sum()), 5),
+        }
 
     return Case(
         model=model,

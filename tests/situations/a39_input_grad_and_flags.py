@@ -26,7 +26,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         h = self.stem(x)
         z = self.out(self.body(h))
-        return dict(stem=h, logits=z, pred=z.argmax(-1))
+        return {"stem": h, "logits": z, "pred": z.argmax(-1)}
 
 
 def build() -> Case:

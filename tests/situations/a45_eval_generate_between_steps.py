@@ -50,7 +50,7 @@ def build() -> Case:
 
     return Case(
         model=model,
-        batch=((), dict(input_ids=ids, labels=ids)),
+        batch=((), {"input_ids": ids, "labels": ids}),
         loss=lambda o: o.loss,
         step=step,
         extra=lambda m: generated,

@@ -26,7 +26,7 @@ def build() -> Case:
         optimizer = resumed.get("optimizer", optimizer)
         if i == 3 and case["resume"]:
             buffer = io.BytesIO()
-            torch.save(dict(m=model.state_dict(), o=optimizer.state_dict()), buffer)
+            torch.save({"m": model.state_dict(), "o": optimizer.state_dict()}, buffer)
             buffer.seek(0)
             state = torch.load(buffer, weights_only=True)
             with torch.no_grad():

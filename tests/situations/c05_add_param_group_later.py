@@ -24,7 +24,7 @@ def build() -> Case:
     def step(model: nn.Sequential, optimizer: torch.optim.Optimizer, i: int) -> Tensor:
         if i == 2:
             model[3].requires_grad_(True)
-            optimizer.add_param_group(dict(params=list(model[3].parameters()), lr=5e-2))
+            optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 5e-2})
         if i == 4:
             model[0].requires_grad_(False)
         optimizer.zero_grad()

@@ -41,12 +41,12 @@ def build() -> Case:
             F.cross_entropy(reference(x_float), y).backward()
             optimizer.step()
         squares = sum((p - q).norm() ** 2 for p, q in zip(reference.parameters(), reference_start, strict=True))
-        return dict(
-            moved=moved,
-            of=of,
-            fp32_moved=num_moved(reference, reference_start),
-            fp32_dist=round(float(squares**0.5), 6),
-        )
+        return {
+            "moved": moved,
+            "of": of,
+            "fp32_moved": num_moved(reference, reference_start),
+            "fp32_dist": round(float(squares**0.5), 6),
+        }
 
     return Case(
         model=model,

@@ -19,7 +19,7 @@ from .harness import Case
 def build() -> Case:
     model, x, y = residual_net(), torch.randn(9, 6), torch.arange(9) % 3
     lbfgs: dict[str, torch.optim.Optimizer] = {}  # made in the first step
-    calls = dict(n=0)
+    calls = {"n": 0}
 
     def step(model: nn.Sequential, adamw: torch.optim.Optimizer, i: int) -> float:
         if not lbfgs:

@@ -36,12 +36,12 @@ def build() -> Case:
 
     def extra(model: nn.Module) -> dict[str, Any]:
         same = all(torch.equal(frozen[n], p) and p.grad is None for n, p in model.named_parameters() if n in frozen)
-        return dict(
-            frozen_same=same,
-            trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            total=sum(p.numel() for p in model.parameters()),
-            flags=[p.requires_grad for p in model.parameters()],
-        )
+        return {
+            "frozen_same": same,
+            "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "total": sum(p.numel() for p in model.parameters()),
+            "flags": [p.requires_grad for p in model.parameters()],
+        }
 
     return Case(
         model=model,

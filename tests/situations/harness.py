@@ -5,6 +5,7 @@ A situation is a module with `build() -> Case`. `run(build)` is the plain run an
 what is not the same, bit for bit.
 """
 
+import copy
 import gc
 import hashlib
 import random
@@ -76,7 +77,7 @@ def run(build: Callable[[], Case], apply: Callable[[Case], object] | None = None
             left_on=[],
         )
         if "extra" in case:
-            result["extra"] = case["extra"](model)
+            result["extra"] = copy.deepcopy(case["extra"](model))  # a later run must not write into it
         if "expect" in case and apply is None:
             assert result["extra"] == case["expect"], f"not the situation: {result['extra']} != {case['expect']}"
         if "info" in case:

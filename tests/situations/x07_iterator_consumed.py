@@ -1,12 +1,14 @@
-"""The forward takes from an iterator and a queue, and writes a log: nothing that a snapshot of the model restores.
+"""The forward takes from an iterator and a queue, and writes a log: nothing that a copy of the model restores.
 
-Situation: A block draws its noise from a generator object, takes its mix from a queue, appends its statistics to a
-    list outside the module. One more run of the forward, even on fake tensors, eats an item.
+Situation: A block draws its noise from a generator object that all blocks share, takes its mix from a queue, appends
+    its statistics to a list outside of the module. One more run of the forward, even of a copy on fake tensors, eats
+    an item.
 Required: Items are taken in the plain order, the log has one entry per call with plain numbers in it.
 """
 
 import itertools
 import queue
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -14,31 +16,59 @@ from torch import Tensor, nn
 
 from .harness import Case
 
+LOG: list[float] = []
+STREAM: dict[str, Iterator[int]] = {}
+
 
 class Consumer(nn.Module):
-    def __init__(self, d: int, log: list[float]) -> None:
+    def __init__(self, d: int, mixes: "queue.Queue[float]") -> None:
         super().__init__()
-        self.f, self.log = nn.Linear(d, d), log
-        self.stream = itertools.count(1)
-        self.mixes: queue.Queue[float] = queue.Queue()
-        for k in range(20):
-            self.mixes.put(0.1 * (k + 1))
+        self.f, self.mixes = nn.Linear(d, d), mixes  # a queue has a lock: it can't be copied
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.f(x) + 0.05 * next(self.stream))
+        h = torch.tanh(self.f(x) + 0.05 * next(STREAM["noise"]))
         mix = self.mixes.get_nowait()
-        self.log.append(float(h.detach().sum()))
+        LOG.append(float(h.detach().sum()))
         return (1 - mix) * x + mix * h * h
 
 
+class Taker(nn.Module):
+    """As Consumer, but nothing of it refuses to be copied."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.f = nn.Linear(d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOG.append(-1.0)
+        return torch.sin(self.f(x) + 0.05 * next(STREAM["noise"])) * torch.sigmoid(x)
+
+
 def build() -> Case:
-    log: list[float] = []
-    model = nn.Sequential(Consumer(8, log), Consumer(8, log), nn.Linear(8, 2))
-    x, y = torch.randn(6, 8), torch.arange(6) % 2
-    return Case(
-        model=model,
+    LOG.clear()
+    STREAM["noise"] = itertools.count(1)
+    mixes: queue.Queue[float] = queue.Queue()
+    for k in range(20):
+        mixes.put(0.1 * (k % 9 + 1))
+    takers, consumers = nn.Sequential(Taker(8), Taker(8)), nn.Sequential(Consumer(8, mixes), Consumer(8, mixes))
+    head, x, y = torch.randn(8, 2), torch.randn(6, 8), torch.arange(6) % 2
+    further: dict[str, nn.Module] = {}
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int) -> Tensor:
+        if i == 0:
+            further["consumers"] = case["wrap"](consumers)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(further["consumers"](model(x)) @ head, y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    case = Case(
+        model=takers,
         batch=((x,), {}),
-        loss=lambda o: F.cross_entropy(o, y),
-        extra=lambda m: [log, next(m[0].stream), m[1].mixes.qsize()],
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        loss=lambda o: F.cross_entropy(o @ head, y),
+        step=step,
+        extra=lambda m: [LOG, next(STREAM["noise"]), mixes.qsize()],
+        optimizer=lambda p: torch.optim.SGD([*p, *consumers.parameters()], lr=0.1),
     )
+    return case

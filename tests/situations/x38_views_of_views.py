@@ -35,7 +35,7 @@ class Viewing(nn.Module):
 
 
 def build() -> Case:
-    model = nn.Sequential(Viewing(8), Viewing(8), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(8, 8), Viewing(8), nn.Linear(8, 2))
     x, y = torch.randn(5, 8), torch.arange(5) % 2
     return Case(
         model=model,

@@ -20,9 +20,10 @@ class DetachedGate(nn.Module):
         self.gate, self.value = nn.Linear(d, d), nn.Linear(d, d)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.gate(x))  # its gradient, below, does not wait for the product's
-        h = gate.detach().square() * torch.sin(self.value(x))
-        return x + torch.tanh(h) + 0.1 * gate
+        with torch.no_grad():
+            gate = torch.sigmoid(self.gate(x))
+        h = gate.square() * torch.sin(self.value(x))  # saves the square, and waits for it longer than ...
+        return x + torch.tanh(self.gate(torch.tanh(h)))  # ... the gate waits for its gradient
 
 
 def build() -> Case:

@@ -27,7 +27,7 @@ class PartlyFloat(nn.Module):
 
 
 def build() -> Case:
-    model = nn.Sequential(nn.Linear(6, 8), PartlyFloat(8), Block(8), nn.Dropout(0.2), PartlyFloat(8), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(6, 8), PartlyFloat(8), Block(8), nn.Dropout(0.2), nn.Linear(8, 2))
     x, y = torch.randn(5, 6), torch.arange(5) % 2
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int) -> Tensor:

@@ -50,7 +50,7 @@ class ManyForms(nn.Module):
 
 
 def build() -> Case:
-    model = nn.Sequential(nn.Linear(6, 8), ManyForms(8), ManyForms(8), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(6, 8), ManyForms(8), nn.Linear(8, 2))
     x, y = torch.randn(5, 6), torch.arange(5) % 2
     return Case(
         model=model,

@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 def build() -> Case:
-    ids, y = torch.randint(0, 12, (5, 4)), torch.arange(4) % 3
+    ids, y = torch.randint(0, 12, (3, 4)), torch.arange(4) % 3
     return Case(
         model=Net(),
         batch=((ids,), {}),

@@ -1,0 +1,93 @@
+"""Every situation trains to the plain run's numbers, bit for bit, whatever the plan drops.
+
+Run one: `pytest tests/test_situations.py -k a17`. Situations are listed in `tests/situations/`.
+"""
+
+import functools
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import situations
+from situations import harness
+from torch import nn
+
+import memopt
+from memopt.apply import attach, detach
+from memopt.session import Session
+
+NAMES = sorted(m.name for m in pkgutil.iter_modules(situations.__path__) if re.match(r"[a-z]\d\d_", m.name))
+
+MODES: dict[str, dict[str, Any]] = {
+    "recompute": {"budget": "min", "allow": {"recompute"}},
+    "half": {"budget": lambda profile: (profile.peak_bytes + profile.min_bytes) // 2},
+    "everything": {},  # no plan: whatever can be replayed is dropped, and nothing is profiled
+}
+
+# They compile, or plan a transformer or many steps: seconds each.
+SLOW = {
+    "a08_hf_peft_lora",
+    "a45_eval_generate_between_steps",
+    "x83_attention_family",
+    "x88_optimizer_zoo",
+    "x94_hf_bert_and_t5",
+    "x95_hf_clip_and_vit",
+    "x96_hf_mixtral_router",
+    "x98_peft_adapters_switched",
+    "x99_compiled_parts_and_breaks",
+}
+
+# What the situations are about includes forms that torch has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def build_of(name: str) -> Callable[[], harness.Case]:
+    return importlib.import_module(f"situations.{name}").build
+
+
+@functools.cache
+def plain_run(name: str) -> harness.Result:
+    return harness.run(build_of(name))
+
+
+def put_under_memopt(model: nn.Module, mode: str) -> nn.Module:
+    if mode == "everything":
+        attach(model, lambda *_: None, Session(model, None, detach))
+        return model
+    return memopt.wrap_model(model, **MODES[mode])
+
+
+def wrap(case: harness.Case, mode: str) -> None:
+    """Puts the case's model, its optimizer and what it makes later under memopt, in place."""
+    model = put_under_memopt(case["model"], mode)
+
+    def rewrap(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda params: memopt.wrap_optimizer(make(params), model)
+
+    case["model"] = model
+    case["wrap"] = lambda other: put_under_memopt(other, mode)
+    case["rewrap"] = rewrap
+    if case["optimizer"] is not None:
+        case["optimizer"] = rewrap(case["optimizer"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
+def test_training_equals_the_plain_run(name: str, mode: str) -> None:
+    plain = plain_run(name)
+    ours = harness.run(build_of(name), apply=lambda case: wrap(case, mode))
+    assert harness.differences(plain, ours) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resumed_run_equals_the_uninterrupted_one(mode: str) -> None:
+    def wrap_uninterrupted(case: harness.Case) -> None:
+        wrap(case, mode)
+        case["resume"] = False
+
+    resumed = plain_run("c03_resume_optimizer")
+    ours = harness.run(build_of("c03_resume_optimizer"), apply=wrap_uninterrupted)
+    assert harness.differences(resumed, ours) == []

@@ -21,6 +21,7 @@ from memopt.policies.plan import Plan
 from memopt.profiler.frames import paths_of
 from memopt.session import Session
 from memopt.tape import Decisions, Recording, is_recording
+from memopt.workload import tensors_of
 
 ATTRIBUTE = "_memopt"
 
@@ -45,6 +46,9 @@ class Attachment:
         inner = self.inner or functools.partial(type(model).forward, model)
         if not _is_training_forward():
             return inner(*args, **kwargs)
+        if (reason := _why_not()) is not None:
+            self.session.note(f"a forward ran without its plan: {reason}")
+            return inner(*args, **kwargs)
         self.session.note_forward(time.perf_counter())
         plan = self.planner(model, args, kwargs)
         if plan is not None and plan.is_plain:
@@ -52,7 +56,7 @@ class Attachment:
         if not self._paths:
             self._paths = paths_of(model)
         boundaries = _blocks_of(model) if plan is None else frozenset()
-        with Recording(self._decisions(plan), self._paths, boundaries):
+        with Recording(self._decisions(plan), self._paths, boundaries, tensors_of((args, kwargs))):
             return inner(*args, **kwargs)
 
     def _decisions(self, plan: Plan | None) -> Decisions | None:
@@ -81,6 +85,17 @@ def _is_training_forward() -> bool:
         and torch.autograd.forward_ad._current_level < 0
         and not torch.jit.is_tracing()
     )
+
+
+def _why_not() -> str | None:
+    """What of the caller's is around this forward that a plan would disturb; None if nothing is."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return "saved-tensor hooks are forbidden around it"
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return "the caller's own saved-tensor hooks are around it (save_on_cpu, checkpoint or the like)"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "the caller's own dispatch mode is around it (a FLOP counter or the like)"
+    return None
 
 
 def _blocks_of(model: nn.Module) -> frozenset[int]:
@@ -116,7 +131,7 @@ def _overload_named(name: str) -> OpOverload | None:
     return found if isinstance(found, OpOverload) else None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     """A `forward` for instances of `cls` that hands over to the attachment; signature and name are the class's own."""
 

@@ -124,17 +124,12 @@ class ReplayError(MemoptError, RuntimeError):
     Plain torch raises alike where autograd saved that tensor. The message says which op reads it.
     """
 
-    def __init__(self, op: str, shape: Sequence[int], expected: int, found: int, is_gone: bool = False) -> None:
-        super().__init__(op, tuple(shape), expected, found, is_gone)
-        self.op, self.shape, self.expected, self.found, self.is_gone = op, tuple(shape), expected, found, is_gone
+    def __init__(self, op: str, shape: Sequence[int], what: str) -> None:
+        super().__init__(op, tuple(shape), what)
+        self.op, self.shape, self.what = op, tuple(shape), what
 
     def __str__(self) -> str:
-        what = (
-            "its storage is empty"
-            if self.is_gone
-            else f"it is at version {self.found}, expected version {self.expected}"
-        )
         return (
-            f"a tensor of shape {list(self.shape)} that the recomputation of {self.op} reads was changed in place after "
-            f"the forward: {what}. Change it after backward(), or change a copy."
+            f"a tensor of shape {list(self.shape)} that the recomputation of {self.op} reads was changed after the forward: "
+            f"{self.what}. Change it after backward(), or change a copy."
         )

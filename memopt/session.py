@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import weakref
 from collections import deque
@@ -18,6 +19,8 @@ from memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from memopt.profiler.profile import Profile
+
+logger = logging.getLogger("memopt")
 
 T = TypeVar("T")
 
@@ -74,6 +77,12 @@ class Session:
         return copy() if copy is not None else planner
 
     # Measuring
+
+    def note(self, text: str) -> None:
+        """Add a line to the report, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            logger.info("memopt: %s", text)
 
     def note_forward(self, now_s: float) -> None:
         """Note the begin of a training forward at `now_s` seconds of a steady clock."""

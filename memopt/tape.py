@@ -11,15 +11,20 @@ armed nodes. A node is armed while some output of it is needed and not cached. `
 [Note: Sources] A kept value that a node reads is a `Source`: an alias that shares the version counter of the original. A
 write that the mode sees copies it first; a write from outside is noticed by its version, and the replay refuses.
 
+[Note: Escapes] A detached alias can be written by numpy and raw kernels, which no mode sees. So a value that the user's code
+detaches is kept from there on, and so is what custom Functions save.
+
 A decision that does not fit the run (an op that the plan does not know, a call that never comes) keeps a value that could
 have been dropped, or drops one that could have been kept. It can't change a number.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import weakref
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from types import TracebackType
 from typing import Any
 
@@ -30,12 +35,22 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.errors import ReplayError
+from memopt.flags import Flags, backend_flags, under_flags
 from memopt.profiler.frames import ModuleFrames
-from memopt.profiler.ops import OpFacts, draws_random, facts_of, flat_tensors, without_hidden_writes, written_tensors
+from memopt.profiler.ops import (
+    OpFacts,
+    draws_random,
+    facts_of,
+    flat_tensors,
+    saved_by_custom_function,
+    without_hidden_writes,
+    written_tensors,
+)
 
 # Decisions: module path -> overload -> call -> flat output positions that are dropped.
 Decisions = Mapping[str, Mapping[OpOverload, Mapping[int, tuple[int, ...]]]]
 
+_DETACH = torch.ops.aten.detach.default
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _thread = threading.local()  # .replaying: true while a replay runs in this thread; .recording: the active one
 
@@ -77,16 +92,47 @@ class Value:
 class Source:
     """A kept tensor that nodes read: see [Note: Sources]."""
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("__weakref__", "sample", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, version: int) -> None:
-        self.tensor, self.version = tensor, version
+    def __init__(self, x: torch.Tensor) -> None:
+        self.tensor, self.version = _alias(x), x._version
+        # A write through `p.data` moves no version counter. Where a look costs no synchronisation, a few elements of each
+        # parameter tell whether somebody scaled, averaged or swapped it.
+        self.sample = _sampled(self.tensor).clone() if x.is_leaf and x.requires_grad and x.is_cpu else None
+
+    def check(self, op: OpOverload) -> None:
+        """Raise ReplayError if the content is not what the forward read."""
+        t = self.tensor
+        if t._version != self.version:
+            raise ReplayError(str(op), t.shape, f"it is at version {t._version}, expected version {self.version}")
+        if t.untyped_storage().nbytes() == 0 and t.numel() > 0:
+            raise ReplayError(str(op), t.shape, "its storage is empty")
+        if self.sample is not None and not _equal_bits(_sampled(t), self.sample):
+            raise ReplayError(str(op), t.shape, "its values changed behind the version counter (by `.data`?)")
 
     def copy_before_write(self) -> None:
         t = self.tensor
         own = t.untyped_storage().clone()
         self.tensor = torch.empty(0, dtype=t.dtype, device=t.device).set_(own, t.storage_offset(), t.size(), t.stride())
-        self.version = self.tensor._version
+        self.version, self.sample = self.tensor._version, None
+
+
+@functools.lru_cache(maxsize=64)
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def _sampled(t: torch.Tensor) -> torch.Tensor:
+    """At most 64 elements spread over the storage part that a dense tensor covers."""
+    num = t.numel()
+    step = max(1, num // 64)
+    return t.as_strided((min(num, 64),), (step,), t.storage_offset())
+
+
+def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 class View:
@@ -104,11 +150,8 @@ class View:
             base = owner.cache
             assert base is not None, "a replay runs in forward order"
         else:
+            owner.check(op)
             base = owner.tensor
-            if base._version != owner.version:
-                raise ReplayError(str(op), self.size, owner.version, base._version)
-            if base.untyped_storage().nbytes() == 0 and self.size.numel() > 0:
-                raise ReplayError(str(op), self.size, owner.version, base._version, is_gone=True)
         return _over(base, self)
 
 
@@ -130,10 +173,10 @@ def _over(base: torch.Tensor, geometry: View | Dropped) -> torch.Tensor:
 class Node:
     """One recorded op: what to run, on which inputs, and which values it makes (by flat output position)."""
 
-    __slots__ = ("args", "facts", "func", "is_armed", "kwargs", "outputs", "parents", "sequence")
+    __slots__ = ("args", "facts", "flags", "func", "is_armed", "kwargs", "outputs", "parents", "sequence")
 
-    def __init__(self, func: OpOverload, facts: OpFacts, sequence: int) -> None:
-        self.func, self.facts, self.sequence = func, facts, sequence
+    def __init__(self, func: OpOverload, facts: OpFacts, sequence: int, flags: Flags) -> None:
+        self.func, self.facts, self.sequence, self.flags = func, facts, sequence, flags
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.parents: tuple[Value, ...] = ()  # dropped values that it reads
@@ -169,15 +212,38 @@ def _given(x: Any, op: OpOverload) -> Any:
 class Dropped:
     """What autograd holds in place of a dropped saved tensor."""
 
-    __slots__ = ("__weakref__", "dtype", "is_asked", "offset", "recording", "size", "stride", "value")
+    __slots__ = ("__weakref__",
+        "counter",
+        "dtype",
+        "is_asked",
+        "kept",
+        "offset",
+        "original",
+        "recording",
+        "size",
+        "storage",
+        "stride",
+        "value",
+        "version",
+    )
 
     def __init__(self, recording: Recording, value: Value, t: torch.Tensor) -> None:
         self.recording, self.value = recording, value
         self.dtype, self.size, self.stride, self.offset = t.dtype, t.size(), t.stride(), t.storage_offset()
         self.is_asked = False
+        # An alias, emptied: it holds no memory, but goes on to share the version counter of the original.
+        self.kept: torch.Tensor | None = None
+        self.original, self.storage = weakref.ref(t), t.untyped_storage()._cdata
+        self.version, self.counter = t._version, t.detach()
+        self.counter.data = _nothing(t.dtype, t.device)
 
     def tensor(self) -> torch.Tensor:
-        """The saved tensor, replayed if it is not cached."""
+        """The saved tensor, replayed if it is not cached. Raises as autograd does if it was written since."""
+        if self.counter._version != self.version:
+            raise _written_since(self.dtype, self.size, self.counter._version, self.version)
+        original = self.kept if self.kept is not None else self.original()
+        if original is not None and original.untyped_storage()._cdata != self.storage:
+            return original.detach()  # `t.data = other`: plain torch would have kept the tensor itself
         was_replaying = getattr(_thread, "replaying", False)
         _thread.replaying = True  # backward may run inside a recorded forward
         try:
@@ -206,8 +272,13 @@ def _replay(target: Value) -> None:
                 assert value.node is not None
                 found.add(value.node)
                 stack.append(value.node)
+    here = backend_flags()
     for node in sorted(found, key=lambda n: n.sequence):
-        results = node.run()
+        if node.flags == here:
+            results = node.run()
+        else:
+            with under_flags(node.flags):
+                results = node.run()
         for position, ref in node.outputs:
             value = ref()
             if value is not None and value.need > 0:
@@ -224,11 +295,18 @@ class Recording(TorchDispatchMode):
         decisions: what to drop; None drops whatever can be replayed.
         paths: dotted name of each module, by identity.
         boundaries: modules, by identity, whose outputs are kept whatever the decisions are: replays end there.
+        inputs: the caller's tensors. What is made from them directly is kept: loaders fill them again, unseen.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, decisions: Decisions | None, paths: dict[int, str], boundaries: Set[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        decisions: Decisions | None,
+        paths: dict[int, str],
+        boundaries: Set[int] = frozenset(),
+        inputs: Iterable[torch.Tensor] = (),
+    ) -> None:
         super().__init__()
         self.drops_all = decisions is None
         self.frames = ModuleFrames(paths, dict(decisions or {}))
@@ -236,6 +314,9 @@ class Recording(TorchDispatchMode):
         self.boundaries = boundaries
         if boundaries:
             self.frames.on_exit = self._keep_output
+        self.outside = {t.untyped_storage()._cdata for t in inputs if _is_plain(t)}  # the caller keeps them alive
+        self.made: set[int] = set()  # without a plan: storages whose making was seen
+        self.flags = backend_flags()
         self.values: dict[int, Value] = {}
         self.weak_storages: list[Any] = []  # a storage's address is not used again while a weak reference holds it
         self.handles: list[weakref.ref[Dropped]] = []
@@ -268,6 +349,7 @@ class Recording(TorchDispatchMode):
         self.frames.on_exit = None
         # From here on only what backward will ask for stays alive: handles hold values, values nodes, nodes sources.
         self.values.clear()
+        self.made.clear()
         for weak in self.weak_storages:
             torch.UntypedStorage._free_weak_ref(weak)
         self.weak_storages.clear()
@@ -280,15 +362,41 @@ class Recording(TorchDispatchMode):
         if facts.is_mutable or facts.hidden:
             return self._write(func, facts, args, kwargs)
         out = func(*args, **kwargs)
+        if func is _DETACH:  # [Note: Escapes]
+            if _is_plain(out):
+                self._escape(out.untyped_storage()._cdata)
+            return out
         positions = self._decision(func, facts)
         if positions is not None:
             self._record(func, facts, args, kwargs, out, positions)
+        if self.drops_all:
+            self._note_made(flat_tensors(args), flat_tensors((out,)))
         return out
+
+    def _escape(self, key: int) -> None:
+        """Keep a value from here on, and what of it was saved before if somebody else still holds it."""
+        value = self.values.pop(key, None)
+        if value is not None and value.node is not None:
+            for ref in self.handles:
+                handle = ref()
+                if handle is not None and handle.value is value:
+                    handle.kept = handle.original()
+
+    def _note_made(self, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        taken = {t.untyped_storage()._cdata for t in inputs if _is_plain(t)}
+        if torch.is_grad_enabled():
+            for t in inputs:  # `t.data` of a value that has a gradient
+                if not t.requires_grad and t.is_floating_point() and _is_plain(t):
+                    self._escape(t.untyped_storage()._cdata)
+        for t in results:
+            if _is_plain(t) and (key := t.untyped_storage()._cdata) not in taken and key not in self.made:
+                self.made.add(key)
+                self.weak_storages.append(t.untyped_storage()._weak_ref())
 
     def _decision(self, func: OpOverload, facts: OpFacts) -> tuple[int, ...] | None:
         """Flat output positions to drop (an empty tuple: all), or None."""
         if self.drops_all:
-            return () if facts.is_pure and torch.is_grad_enabled() else None
+            return () if facts.is_pure else None
         frame = self.frames.current
         calls = frame.planned.get(func) if frame.planned is not None else None
         if calls is None:
@@ -316,13 +424,18 @@ class Recording(TorchDispatchMode):
     def _record(
         self, func: OpOverload, facts: OpFacts, args: Any, kwargs: Any, out: Any, positions: tuple[int, ...]
     ) -> None:
-        if draws_random(facts, args, kwargs):
+        # Without gradient (inside a custom Function's forward, or of integers) tensors are open to writes that nobody sees.
+        if draws_random(facts, args, kwargs) or not torch.is_grad_enabled():
             return
         inputs = flat_tensors(args) + flat_tensors(kwargs.values()) if kwargs else flat_tensors(args)
         results = flat_tensors((out,))
-        if not inputs or not all(map(_is_plain, inputs)) or not all(map(_is_plain, results)):
+        if not any(t.requires_grad for t in inputs) or not all(map(_is_referable, inputs)):
+            return
+        if not all(map(_is_plain, results)):
             return
         taken = {t.untyped_storage()._cdata for t in inputs}
+        if not self.outside.isdisjoint(taken) or (self.drops_all and not self._are_known(inputs)):
+            return
         fresh = []
         for position, t in enumerate(results):
             storage = t.untyped_storage()
@@ -333,7 +446,10 @@ class Recording(TorchDispatchMode):
                 fresh.append((position, storage))
         if not fresh:
             return
-        node = Node(func, facts, self.num_nodes)
+        flags = backend_flags()
+        if flags != self.flags:
+            self.flags = flags
+        node = Node(func, facts, self.num_nodes, self.flags)
         self.num_nodes += 1
         parents: dict[int, Value] = {}
         node.args = tuple(self._reference(a, parents) for a in args)
@@ -343,6 +459,13 @@ class Recording(TorchDispatchMode):
             value = Value(node)
             self._bind(storage, value)
             node.outputs.append((position, weakref.ref(value)))
+
+    def _are_known(self, inputs: list[torch.Tensor]) -> bool:
+        """Whether the making of each input was seen, or it is a leaf that trains: not memory that numpy shares."""
+        return all(
+            t.untyped_storage()._cdata in self.made or t.untyped_storage()._cdata in self.values or _is_trained(t)
+            for t in inputs
+        )
 
     def _bind(self, storage: torch.UntypedStorage, value: Value) -> None:
         self.weak_storages.append(storage._weak_ref())
@@ -361,7 +484,7 @@ class Recording(TorchDispatchMode):
                 return View(value, x)
             source = value.source() if value.source is not None else None
             if source is None:
-                source = Source(_alias(x), x._version)
+                source = Source(x)
                 value.source = weakref.ref(source)
             return View(source, x)
         if isinstance(x, list | tuple):
@@ -376,13 +499,24 @@ class Recording(TorchDispatchMode):
 
     def pack(self, t: torch.Tensor) -> Any:
         """Saved-tensor hook: a dropped value's tensor becomes a handle, any other stays, with its version."""
-        if _is_plain(t):
+        if _is_referable(t):
             value = self.values.get(t.untyped_storage()._cdata)
-            if value is not None and value.node is not None and not getattr(_thread, "replaying", False):
-                handle = Dropped(self, value, t)
+            if (
+                value is not None
+                and value.node is not None
+                and not getattr(_thread, "replaying", False)
+                and not saved_by_custom_function(sys._getframe(1))
+            ):
+                with torch._C._DisableTorchDispatch():
+                    handle = Dropped(self, value, t)
                 value.wanted()
                 self.handles.append(weakref.ref(handle))
                 return handle
+            # The tensor itself, as plain torch keeps it (`t.data = other` is seen) - but an output that its own node saves
+            # would hold the node that holds it.
+            if t.grad_fn is not None and _saves_outputs(type(t.grad_fn)):
+                with torch._C._DisableTorchDispatch():
+                    return (t.detach(), t._version)
             return (t, t._version)
         return t
 
@@ -403,13 +537,17 @@ def unpack(packed: Any) -> torch.Tensor:
     if type(packed) is tuple:
         t, version = packed
         if t._version != version:
-            # Saved-tensor hooks switch autograd's own check off.
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead."
-            )
+            raise _written_since(t.dtype, t.shape, t._version, version)
         return t  # type: ignore[no-any-return]
     return packed  # type: ignore[no-any-return]
+
+
+def _written_since(dtype: torch.dtype, shape: torch.Size, found: int, expected: int) -> RuntimeError:
+    """Autograd's own error: saved-tensor hooks switch its check off."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{dtype} {list(shape)}] is at version {found}; expected version {expected} instead."
+    )
 
 
 def _hide_from_compiler() -> None:
@@ -425,6 +563,14 @@ def _hide_from_compiler() -> None:
 _hide_from_compiler()
 
 
+@functools.lru_cache(maxsize=None)
+def _saves_outputs(node_type: type) -> bool:
+    """Whether autograd nodes of this type save what their own op returned."""
+    saved = [name for name in dir(node_type) if name.startswith("_saved_")]
+    known = ("_saved_result", "_saved_out", "_saved_logsumexp", "_saved_log_sumexp")
+    return any(name.startswith(known) for name in saved) or issubclass(node_type, torch.autograd.function.BackwardCFunction)
+
+
 def is_recording() -> bool:
     """Whether a forward under a plan runs in this thread now."""
     return getattr(_thread, "recording", None) is not None
@@ -434,10 +580,21 @@ def _is_plain(t: torch.Tensor) -> bool:
     return type(t) in _PLAIN_TYPES and t.layout is torch.strided
 
 
+def _is_referable(t: torch.Tensor) -> bool:
+    """Whether storage, geometry and dtype say all of `t`, and it has a version."""
+    return _is_plain(t) and not t.is_neg() and not (t.is_complex() and t.is_conj()) and not t.is_inference()
+
+
+def _is_trained(t: torch.Tensor) -> bool:
+    base = t._base if t._base is not None else t
+    return base.is_leaf and base.requires_grad
+
+
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same storage that shares `x`'s version counter, but holds nothing of its graph."""
-    if x.grad_fn is None:
-        return x
+    """A tensor over the same storage that shares `x`'s version counter, but holds neither `x` nor its graph.
+
+    Not `x` itself: `p.data = other` gives the object another storage.
+    """
     # Inside __torch_dispatch__ a plain detach() has a version counter of its own: this key gives the shared one.
     torch._C._dispatch_tls_set_dispatch_key_excluded(DispatchKey.ADInplaceOrView, False)
     try:

@@ -84,7 +84,7 @@ class LazyPlanner:
             made = plan(profile, self.budget, self.allow)
         except InfeasibleBudgetError:
             raise
-        except Exception as e:  # noqa: BLE001 - whatever a fake step can't do, the real one may: no plan then, no failure
+        except Exception as e:
             note = f"no plan for {type(model).__name__}: {_first_line(e)}. Everything that can be is recomputed."
             if note not in session.notes:
                 logger.warning("memopt: %s", note)
@@ -113,7 +113,7 @@ class LazyPlanner:
         return profile.with_min_bytes(solver.peak_bytes(solver.least().outcome))
 
 
-class _without_memopt:  # noqa: N801 - a context
+class _without_memopt:
     """The model without memopt's entries while it is copied."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -178,7 +178,7 @@ def wrap_model(
     Raises ValueError for a budget or lever that is not understood, UnsupportedError for a model that carries memopt
     already.
     """
-    if model is None or (isinstance(model, type) or not isinstance(model, nn.Module) and callable(model)):
+    if model is None or (isinstance(model, type) or (not isinstance(model, nn.Module) and callable(model))):
         if model is not None:
             raise ValueError('wrap_model takes a module, or as a decorator a budget: @memopt.wrap_model(budget="6GiB")')
         _check(budget, allow, nvme, host_budget)
@@ -209,7 +209,7 @@ def _decorated(target: Callable[..., Any], *, budget: Budget, allow: Iterable[st
         original = target.__init__
 
         @functools.wraps(original)
-        def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             if type(self) is target:  # a subclass is wrapped where it is decorated itself
                 wrap_model(self, budget=budget, allow=allow)

@@ -97,7 +97,7 @@ class ForwardGraph:
         inner = [
             p
             for p in range(1, num)
-            if crossing[p] <= crossing[p - 1] and crossing[p] < crossing[min(p + 1, num)] or p == num - 1
+            if (crossing[p] <= crossing[p - 1] and crossing[p] < crossing[min(p + 1, num)]) or p == num - 1
         ]
         return [0, *inner, num]
 

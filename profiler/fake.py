@@ -115,7 +115,7 @@ def _isolated(hook: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., A
             hook.__code__, scope, hook.__name__, copy.deepcopy(hook.__defaults__, memo), cells or None
         )
         own.__kwdefaults__ = copy.deepcopy(hook.__kwdefaults__, memo)
-    except Exception:  # noqa: BLE001 - locks, files and the like: what can't be copied can't be called without a trace
+    except Exception:
         return None
     return own
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,8 +14,7 @@ from torch._ops import OpOverload
 # [Note: Creation ops] Raw kernels and numpy fill storages that only a creation op made visible: `out = zeros_like(x);
 # kernel[grid](x, out)` shows the mode nothing but `zeros_like`. What such an op made is never made again.
 _CREATION = frozenset(
-    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like "
-    "new_ones full full_like new_full scalar_tensor lift_fresh lift_fresh_copy".split()
+    ["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "scalar_tensor", "lift_fresh", "lift_fresh_copy"]
 )
 
 # [Note: Hidden writers] These change their running statistics in training, though the schema does not say so. Without
@@ -43,7 +43,7 @@ class OpFacts:
     dropout: int  # position of `dropout_p`, -1 if it has none
 
 
-@lru_cache(maxsize=None)
+@cache
 def facts_of(func: OpOverload) -> OpFacts:
     """Facts of `func`, an overload such as torch.ops.aten.addmm.default. Of a higher-order op nothing is known."""
     if not isinstance(func, OpOverload):
@@ -117,3 +117,14 @@ def flat_tensors(xs: Iterable[Any]) -> list[torch.Tensor]:
         elif isinstance(x, list | tuple):
             found.extend(flat_tensors(x))
     return found
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def saved_by_custom_function(caller: FrameType) -> bool:
+    """Whether the Python frame that called a pack hook is that of a custom autograd Function's `apply`.
+
+    Raw kernels in such a Function may have written what it saves, unseen: fused losses put gradients where logits were.
+    """
+    return caller.f_code is _APPLY

@@ -7,10 +7,11 @@ the plain step would keep follows from the saved tensors; what a plan keeps inst
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,9 +25,11 @@ from torch.utils.flop_counter import flop_registry
 from memopt.profiler.frames import ModuleFrames
 from memopt.profiler.geometry import GeometryMemo
 from memopt.profiler.hardware import Hardware
-from memopt.profiler.ops import OpFacts, draws_random, facts_of, flat_tensors, written_tensors
-from memopt.profiler.scratch import scratch_bytes
+from memopt.profiler.ops import OpFacts, draws_random, facts_of, flat_tensors, saved_by_custom_function, written_tensors
 from memopt.profiler.profile import NEVER, Kind, Op, OpKey, Phase, Profile, SavedTensor, Storage, Value
+from memopt.profiler.scratch import scratch_bytes
+
+_DETACH = torch.ops.aten.detach.default
 
 CUDA_BLOCK_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
 
@@ -87,6 +90,7 @@ class Recorder(TorchDispatchMode):
     hardware: Hardware
     fake: FakeTensorMode | None
     device_type: str
+    num_threads: int
     phase: Phase = Phase.FORWARD
     clock: int = 0
     frames: ModuleFrames | None = None
@@ -97,6 +101,8 @@ class Recorder(TorchDispatchMode):
     current: dict[int, int] = field(default_factory=dict)  # storage's _cdata -> value that it holds now
     watches: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     is_paused: bool = False
+    with_gradient: set[int] = field(default_factory=set)  # values that require a gradient
+    escaped: set[int] = field(default_factory=set)  # ops whose results may be written unseen
     forward_ends_at: int = NEVER
 
     def __post_init__(self) -> None:
@@ -165,6 +171,7 @@ class Recorder(TorchDispatchMode):
         inputs = flat_tensors(args)
         if kwargs:
             inputs += flat_tensors(kwargs.values())
+        self._note_escapes(func, inputs)
         reads = tuple({v for t in inputs if (v := self.value_of(t)) is not None})
         at = self.tick()
         seconds, scratch = -1.0, -1
@@ -191,10 +198,25 @@ class Recorder(TorchDispatchMode):
         made = max(torch.cuda.memory_allocated() - before, 0)
         return seconds, max(torch.cuda.max_memory_allocated() - before - made, 0), out
 
+    def _note_escapes(self, func: OpOverload, inputs: list[torch.Tensor]) -> None:
+        """See memopt/tape.py, [Note: Escapes]: a value that is detached, or read through `.data`, is never dropped."""
+        if self.phase is not Phase.FORWARD or not torch.is_grad_enabled():
+            return
+        for t in inputs:
+            if func is _DETACH or not t.requires_grad:
+                value = self.value_of(t)
+                if value is not None and value in self.with_gradient:
+                    self.escaped.add(self.values[value].maker)
+
+    def _is_outside(self, value: int) -> bool:
+        """Whether a value is the caller's, or of unknown making: memory that is filled again, unseen."""
+        found = self.values[value]
+        return found.maker < 0 and self.storages[found.storage].kind is Kind.INPUT
+
     def _scratch(self, name: str, inputs: list[torch.Tensor], out: Any) -> int:
         if self.device_type != "cpu":
             return 0
-        return scratch_bytes(name, inputs, flat_tensors((out,)), torch.get_num_threads())
+        return scratch_bytes(name, inputs, flat_tensors((out,)), self.num_threads)
 
     def _add(
         self, func: OpOverload, facts: OpFacts, args: Any, kwargs: Any, out: Any,
@@ -235,6 +257,10 @@ class Recorder(TorchDispatchMode):
         if seconds < 0:
             seconds = self.hardware.op_s(facts.name, flops, moved, outputs_moved)
         is_random = draws_random(facts, args, kwargs)
+        has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        if has_gradient:
+            results = [t for t in flat_tensors((out,)) if t.is_floating_point()]
+            self.with_gradient.update(v for t in results if (v := self.value_of(t)) is not None)
         self.ops.append(
             Op(
                 key=OpKey(module, facts.name, frame.next_call(func) if frame else 0),
@@ -248,7 +274,12 @@ class Recorder(TorchDispatchMode):
                 seconds=seconds,
                 scratch_bytes=self._scratch(facts.name, inputs, out) if scratch < 0 else scratch,
                 is_random=is_random,
-                is_replayable=facts.is_pure and not is_random and not has_odd_part and self.phase is Phase.FORWARD,
+                is_replayable=facts.is_pure
+                and not is_random
+                and not has_odd_part
+                and self.phase is Phase.FORWARD
+                and has_gradient
+                and not any(self._is_outside(v) for v in reads),
             )
         )
 
@@ -261,7 +292,7 @@ class Recorder(TorchDispatchMode):
         index = len(self.saved)
         was_paused, self.is_paused = self.is_paused, True
         self.saved.append(
-            _Saved(value, t.numel() * t.element_size(), self.tick(), is_hooked=self.phase is Phase.FORWARD)
+            _Saved(value, t.numel() * t.element_size(), self.tick(), is_hooked=self.phase is Phase.FORWARD and not saved_by_custom_function(sys._getframe(1)))
         )
         try:
             return _Packed(self, index, t)
@@ -321,7 +352,7 @@ class Recorder(TorchDispatchMode):
             device=self.device_type,
             mode=mode,
             hardware=self.hardware.name,
-            ops=tuple(self.ops),
+            ops=tuple(replace(op, is_replayable=False) if i in self.escaped else op for i, op in enumerate(self.ops)),
             storages=tuple(Storage(s.num_bytes, s.kind, s.birth, s.death, s.module) for s in self.storages),
             values=tuple(Value(v.storage, v.maker, v.overwritten_at) for v in self.values),
             saved=tuple(

@@ -7,7 +7,6 @@ them with the allocator of the machine it runs on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,12 @@ from memopt.errors import FakeStepError, MemoptError, UnsupportedError
 from memopt.profiler.fake import autocast_without_cache, deepcopies, in_own_context, untouched_generators
 from memopt.profiler.frames import ModuleFrames, paths_of
 from memopt.profiler.hardware import CATALOGUE, Hardware, hardware_named
+from memopt.profiler.isolate import ChildError, can_fork, in_fork
 from memopt.profiler.ops import tensors_in
 from memopt.profiler.profile import Kind, Phase, Profile
 from memopt.profiler.record import Recorder
+
+logger = logging.getLogger("memopt")
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -53,11 +57,12 @@ def profile_step(
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     hardware = hardware or hardware_of(device)
+    num_threads = torch.get_num_threads()
     fake = FakeTensorMode(allow_non_fake_inputs=True) if mode == "fake" else None
 
     def run() -> Profile:
         own_model, own_args, own_kwargs, own_optimizer = _copies(model, args, kwargs, optimizer, fake)
-        recorder = Recorder(hardware=hardware, fake=fake, device_type=device.type)
+        recorder = Recorder(hardware=hardware, fake=fake, device_type=device.type, num_threads=num_threads)
         with torch.enable_grad(), fake or nullcontext(), autocast_without_cache(device.type):
             if fake is None:
                 _step(None, own_model, own_args, own_kwargs, loss, own_optimizer, keeps_output)
@@ -72,20 +77,26 @@ def profile_step(
             notes = () if optimizer is not None else ("no optimizer given: its states are not counted",)
             return recorder.profile(model=own_model, mode=mode, micro_batches=micro_batches, notes=notes)
 
-    with untouched_generators():
+    def run_fake() -> Profile:
         try:
-            return in_own_context(run)
+            return run()
         except MemoptError:
             raise
         except Exception as e:
-            if fake is None:
-                raise
             why = "needs the values of its data" if isinstance(e, _NEEDS_DATA) else f"fails with {type(e).__name__}"
             text = str(e).strip().splitlines()
             raise FakeStepError(
                 f"a profile of {type(model).__name__} on fake tensors",
                 f"{_line_of(e)} {why}: {text[0] if text else ''}",
             ) from e
+
+    if fake is not None and can_fork(device.type):
+        try:
+            return in_fork(run_fake)
+        except ChildError as e:
+            logger.warning("memopt: profiling in this process, for a child could not: %s", e)
+    with untouched_generators():
+        return in_own_context(run_fake if fake is not None else run)
 
 
 def hardware_of(device: torch.device) -> Hardware:

@@ -31,8 +31,11 @@ MODES: dict[str, dict[str, Any]] = {
 SLOW = {
     "a08_hf_peft_lora",
     "a45_eval_generate_between_steps",
+    "x72_rnn_with_dropped_weights",
     "x83_attention_family",
     "x88_optimizer_zoo",
+    "x91_nested_autocast",
+    "x93_hf_gpt2_with_every_output",
     "x94_hf_bert_and_t5",
     "x95_hf_clip_and_vit",
     "x96_hf_mixtral_router",

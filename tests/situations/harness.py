@@ -92,8 +92,12 @@ def differences(plain: Result, ours: Result) -> list[str]:
     """Tells each compared field that is not the same bit for bit; empty where the situation is handled."""
     if "accepted" in plain:
         return [] if ours.get("accepted") else [f"not accepted: {ours}"]
-    fields = [field for field in plain if field != "info" and ours.get(field) != plain[field]]
-    return [f"{field}: plain {plain[field]}, ours {ours.get(field)}" for field in fields]
+    found = dict(ours)
+    return [
+        f"{field}: plain {value}, ours {found.get(field)}"
+        for field, value in plain.items()
+        if field != "info" and found.get(field) != value
+    ]
 
 
 def _train(case: Case) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 
 from memopt.errors import FakeStepError, UnsupportedError
 from memopt.policies.plan import Plan
-from memopt.policies.solve import Progress, Solver
+from memopt.policies.solve import Progress, Solver, least_peak_bytes
 from memopt.profiler.hardware import CATALOGUE, Hardware, hardware_named
 from memopt.profiler.profile import Profile
 from memopt.profiler.step import profile_step
@@ -48,11 +48,12 @@ def profile(workload: Workload, mode: str = "fake", hardware: str | None = None)
     try:
         found = profile_workload(workload, mode, named)
     except FakeStepError as e:
+        if any(p.is_meta for p in workload.model.parameters()):
+            raise
         logger.warning("memopt: %s. Profiling a real step on a copy of the model instead.", e)
         found = profile_workload(workload, "run", named)
         found = replace(found, notes=(*found.notes, f"profiled for real: {e}"))
-    solver = Solver(found)
-    return found.with_min_bytes(solver.peak_bytes(solver.least().outcome))
+    return replace(found, min_bytes=least_peak_bytes(found))
 
 
 def profile_workload(workload: Workload, mode: str, hardware: Hardware | None) -> Profile:
@@ -100,13 +101,14 @@ def plan(
 
     Raises InfeasibleBudgetError if no plan fits, ValueError for a budget or lever that is not understood.
     """
+    allow = None if allow is None else {allow} if isinstance(allow, str) else set(allow)
     check_levers(allow, nvme, host_budget)
     solver = Solver(profile, progress)
     if isinstance(budget, str) and budget.strip().lower() == "min":
         budget_bytes = solver.peak_bytes(solver.least().outcome)
     else:
         budget_bytes = budget_in_bytes(profile, budget, device_bytes)
-    if allow is not None and "recompute" not in set(allow):
+    if allow is not None and "recompute" not in allow:
         return solver.solve_without_recompute(budget_bytes)
     return solver.solve(budget_bytes)
 

@@ -53,10 +53,11 @@ class Attachment:
         plan = self.planner(model, args, kwargs)
         if plan is not None and plan.is_plain:
             return inner(*args, **kwargs)
+        decisions = self._decisions(plan)
         if not self._paths:
             self._paths = paths_of(model)
         boundaries = _blocks_of(model) if plan is None else frozenset()
-        with Recording(self._decisions(plan), self._paths, boundaries, tensors_of((args, kwargs))):
+        with Recording(decisions, self._paths, boundaries, tensors_of((args, kwargs))):
             return inner(*args, **kwargs)
 
     def _decisions(self, plan: Plan | None) -> Decisions | None:

@@ -17,7 +17,7 @@ from memopt.api import Budget, check_levers, plan, with_peak
 from memopt.apply import attach, attachment_of, detach
 from memopt.errors import InfeasibleBudgetError, UnsupportedError
 from memopt.policies.plan import Plan
-from memopt.policies.solve import Solver
+from memopt.policies.solve import least_peak_bytes
 from memopt.profiler.profile import Profile
 from memopt.profiler.step import profile_step
 from memopt.session import Session
@@ -109,8 +109,7 @@ class LazyPlanner:
                 keeps_output=True,
             )
         profile = with_peak(profile)
-        solver = Solver(profile)
-        return profile.with_min_bytes(solver.peak_bytes(solver.least().outcome))
+        return replace(profile, min_bytes=least_peak_bytes(profile))
 
 
 class _without_memopt:

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
 
-_SCALE = 1_000_000  # capacity of all seconds together; a flow must fit 32 bits
-_INFINITE = 2**30
+_SCALE = 1_000_000  # capacity of all seconds together ...
+_MOST = 1_500_000_000  # ... unless all capacities together would not fit 32 bits
+_INFINITE = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ def minimum_cut(
     total_s = sum(op.seconds for op in ops)
     if total_s <= 0 or not needed:
         return Cut(frozenset(), 0.0)
-    scale = _SCALE / total_s
+    scale = min(_SCALE / total_s, _MOST / (total_s + sum(keep_cost_s.get(v, 0.0) for v in values)))
 
     rows: list[int] = []
     cols: list[int] = []
@@ -84,18 +86,27 @@ def minimum_cut(
             edge(2 * index[v] + 1, node, _INFINITE)
     for v in values:
         i = index[v]
-        # More than all seconds together is never worth it: clipping there keeps flows small and changes no choice.
-        edge(2 * i, 2 * i + 1, int(min(keep_cost_s[v] * scale, _SCALE + 1)) if v in keep_cost_s else _INFINITE)
+        edge(2 * i, 2 * i + 1, int(keep_cost_s[v] * scale) if v in keep_cost_s else _INFINITE)
         if v not in made:
             edge(source, 2 * i, _INFINITE)
         if v in needed:
             edge(2 * i + 1, sink, _INFINITE)
-    graph = csr_matrix((np.array(capacity, np.int32), (rows, cols)), shape=(sink + 1, sink + 1))
+    graph = csr_array((np.array(capacity, np.int32), (rows, cols)), shape=(sink + 1, sink + 1))
     flow = maximum_flow(graph, source, sink, method="dinic")
-    residual = graph - flow.flow
-    residual.data = np.maximum(residual.data, 0)
-    residual.eliminate_zeros()
-    reached = np.zeros(sink + 1, bool)
-    reached[breadth_first_order(residual, source, return_predecessors=False)] = True
-    recomputed = frozenset(v for v in values if v in made and not reached[2 * index[v]])
+    reached = _reachable(source, dict(zip(zip(rows, cols, strict=True), capacity, strict=True)), flow.flow)
+    recomputed = frozenset(v for v in values if v in made and 2 * index[v] not in reached)
     return Cut(recomputed, float(flow.flow_value) / scale)
+
+
+def _reachable(source: int, capacity: dict[tuple[int, int], int], flow: Any) -> set[int]:
+    """Nodes that the source reaches over edges with capacity to spare; `flow` is scipy's, reverse edges included."""
+    starts, ends, units = flow.indptr.tolist(), flow.indices.tolist(), flow.data.tolist()
+    reached, stack = {source}, [source]
+    while stack:
+        a = stack.pop()
+        for i in range(starts[a], starts[a + 1]):
+            b = ends[i]
+            if b not in reached and capacity.get((a, b), 0) > units[i]:
+                reached.add(b)
+                stack.append(b)
+    return reached

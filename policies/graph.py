@@ -132,8 +132,11 @@ class ForwardGraph:
         if not ratios:
             return []
         quantiles = [ratios[int(q * (len(ratios) - 1))] for q in (0.02, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)]
-        grid = {q * f for q in quantiles for f in (1.05, 3.0)} | {ratios[-1] * 1e3}
-        return sorted(grid)
+        grid = sorted({q * f for q in quantiles for f in (1.05, 3.0)})
+        # The last price is one at which bytes are all that counts: seconds only choose among equals.
+        total_s = sum(self.profile.ops[i].seconds for i in self.ops)
+        largest = max(self.size[v] for i in self.ops for v in self.profile.ops[i].makes)
+        return [*grid, max(2 * grid[-1], 20 * total_s / max(1, largest))]
 
     def segment(self, start: int, stop: int, prices: list[float]) -> Segment:
         """The segment with its hull of options. Like segments are solved once."""
@@ -188,16 +191,21 @@ class ForwardGraph:
         """Choices on the convex hull of (bytes kept, seconds), the least memory first, nothing dropped last."""
         maker = {v: op for op in ops for v in op.makes}
         found: dict[frozenset[int], tuple[int, float]] = {frozenset(): (sum(keepable.get(v, 0) for v in needed), 0.0)}
+        least: frozenset[int] = frozenset()
         for price in prices:
             cut = minimum_cut(ops, {v: price * b for v, b in keepable.items()}, needed)
             dropped = _only_useful(cut.recomputed, needed, maker)
+            least = dropped  # in the end, at the last price
             if dropped in found:
                 continue
             seconds = sum(op.seconds for op in ops if dropped & set(op.makes))
             sources = {v for u in dropped for v in maker[u].reads} - dropped
             kept = sum(keepable.get(v, 0) for v in (needed - dropped) | sources)
             found[dropped] = (kept, seconds)
-        points = sorted(((kept, seconds, dropped) for dropped, (kept, seconds) in found.items()), key=lambda p: p[:2])
+        points = sorted(
+            ((kept, seconds, dropped) for dropped, (kept, seconds) in found.items()),
+            key=lambda p: (p[2] != least, p[0], p[1]),
+        )
         hull: list[tuple[int, float, frozenset[int]]] = []
         for kept, seconds, dropped in points:
             if hull and seconds >= hull[-1][1]:

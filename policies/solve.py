@@ -41,14 +41,14 @@ class _Step:
 class Solver:
     """Plans for one profile; divisions and hulls are worked out once and serve every budget."""
 
-    def __init__(self, profile: Profile, progress: Progress | None = None) -> None:
+    def __init__(self, profile: Profile, progress: Progress | None = None, *, is_for_least: bool = False) -> None:
         self.profile = profile
         self.simulator = Simulator(profile)
         self.graph = ForwardGraph(profile, self.simulator)
         self.scratch_bytes = profile.scratch_bytes
         self.plain = self.simulator.run(_NOTHING)
         self._progress = progress or (lambda text: None)
-        self._prices = self.graph.prices()
+        self._prices = self.graph.prices()[-1:] if is_for_least else self.graph.prices()
         self._divisions: list[list[Segment]] | None = None
         self._outcomes: dict[frozenset[int], Outcome] = {_NOTHING: self.plain}
 
@@ -76,12 +76,10 @@ class Solver:
         """The choice with the smallest peak that was found."""
         best = _Found(_NOTHING, self.plain)
         for segments in self.divisions:
-            steps = _steps_of(segments)
-            for taken in sorted({0, len(steps) // 8, len(steps) // 4}):
-                dropped = _dropped_after(segments, steps[:taken])
-                outcome = self.run(dropped)
-                if (outcome.peak_bytes, outcome.step_s) < (best.outcome.peak_bytes, best.outcome.step_s):
-                    best = _Found(dropped, outcome)
+            dropped = _dropped_after(segments, [])
+            outcome = self.run(dropped)
+            if (outcome.peak_bytes, outcome.step_s) < (best.outcome.peak_bytes, best.outcome.step_s):
+                best = _Found(dropped, outcome)
         return best
 
     # The fastest within a budget
@@ -280,3 +278,9 @@ def _dropped_after(segments: list[Segment], steps: list[_Step]) -> frozenset[int
 def solve(profile: Profile, budget_bytes: int, progress: Progress | None = None) -> Plan:
     """The fastest plan found for `profile` within `budget_bytes`. Raises InfeasibleBudgetError."""
     return Solver(profile, progress).solve(budget_bytes)
+
+
+def least_peak_bytes(profile: Profile) -> int:
+    """The smallest peak for which `solve` finds a plan: what a profile calls `min_bytes`."""
+    solver = Solver(profile, is_for_least=True)
+    return solver.peak_bytes(solver.least().outcome)

@@ -80,7 +80,8 @@ def _fake_like(t: torch.Tensor, storages: dict[int, torch.Tensor], fake: FakeTen
         meta = torch.empty(0, dtype=t.dtype, device="meta").set_(
             flat.untyped_storage(), t.storage_offset(), t.size(), t.stride()
         )
-    made = FakeTensor(fake, meta, t.device)
+    # A model on the meta device is one for the CPU that was not filled.
+    made = FakeTensor(fake, meta, torch.device("cpu") if t.device.type == "meta" else t.device)
     if isinstance(t, nn.Parameter):
         made = nn.Parameter(made, requires_grad=t.requires_grad)
         made.__dict__.update({k: v for k, v in t.__dict__.items() if k not in made.__dict__})

@@ -8,7 +8,7 @@ pack and unpack of the profiled step. Bytes are allocated bytes (rounded as the 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -128,9 +128,6 @@ class Profile:
     def step_s(self) -> float:
         """Seconds of the plain step, as measured ("run") or by roofline ("fake")."""
         return sum(op.seconds for op in self.ops)
-
-    def with_min_bytes(self, min_bytes: int) -> Profile:
-        return replace(self, min_bytes=min_bytes)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON to `path`."""

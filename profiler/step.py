@@ -56,6 +56,10 @@ def profile_step(
     UnsupportedError for a model that can't be copied or a loss that is none.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        if mode != "fake":
+            raise UnsupportedError(f'mode="{mode}"', "the model is on the meta device: it has no values to run with")
+        device = torch.device("cpu")
     hardware = hardware or hardware_of(device)
     num_threads = torch.get_num_threads()
     fake = FakeTensorMode(allow_non_fake_inputs=True) if mode == "fake" else None

@@ -1,0 +1,92 @@
+"""What would help where a budget does not fit or is slow: each change is profiled and planned again, never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from memopt.api import plan, profile_workload
+from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.policies.solve import least_peak_bytes
+from memopt.profiler.hardware import Hardware
+from memopt.target import Target
+from memopt.workload import Workload
+
+IS_SLOW = 1.10  # a slowdown from which on changes are looked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """One change to the workload and what it was found to do."""
+
+    change: str
+    plain_peak_bytes: int
+    smallest_bytes: int
+    slowdown: float | None  # of its plan under the same budget against its own plain step; None: it does not fit
+
+
+def remedies(
+    target: Target, budget_bytes: int, hardware: Hardware | None, progress: Callable[[str], None]
+) -> tuple[Remedy, ...]:
+    """Changes to the target's workload, each with what it was found to do; none for a saved profile."""
+    if target.workload is None:
+        return ()
+    found = []
+    for change, make in _changes(target, target.workload):
+        progress(f"trying {change}")
+        try:
+            found.append(_remedy(change, make(), budget_bytes, hardware))
+        except (MemoptError, RuntimeError, ValueError):
+            continue  # a change that this model does not stand is no remedy
+    return tuple(found)
+
+
+def _remedy(change: str, workload: Workload, budget_bytes: int, hardware: Hardware | None) -> Remedy:
+    facts = profile_workload(workload, "fake", hardware)
+    smallest_bytes, slowdown = least_peak_bytes(facts), None
+    try:
+        forecast = plan(facts, budget_bytes).forecast
+        slowdown, smallest_bytes = forecast.slowdown, min(smallest_bytes, forecast.peak_bytes)
+    except InfeasibleBudgetError as e:
+        smallest_bytes = min(smallest_bytes, e.smallest_bytes)
+    return Remedy(
+        change=change,
+        plain_peak_bytes=facts.peak_bytes,
+        smallest_bytes=smallest_bytes,
+        slowdown=slowdown,
+    )
+
+
+def _changes(target: Target, workload: Workload) -> Iterator[tuple[str, Callable[[], Workload]]]:
+    batch, rebatched = target.batch, target.rebatched
+    if rebatched is not None and batch is not None and batch >= 2:
+        half, twice = batch // 2, 2 * workload.micro_batches
+        yield f"batch {half} instead of {batch}", lambda: rebatched(half)
+        if batch % 2 == 0:
+            yield (
+                f"batch {half}, accumulated {twice} times per optimizer step",
+                lambda: replace(rebatched(half), micro_batches=twice),
+            )
+    optimizer = workload.optimizer
+    if optimizer is None:
+        return
+    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    if is_adam and not any(group.get("fused") for group in optimizer.param_groups):
+        yield f"fused {type(optimizer).__name__} (fused=True)", lambda: _with_fused(workload, type(optimizer))
+    if type(optimizer) is not torch.optim.SGD:
+        yield (
+            f"SGD without momentum instead of {type(optimizer).__name__} (changes the training)",
+            lambda: replace(workload, optimizer=torch.optim.SGD(_parameters(optimizer))),
+        )
+
+
+def _with_fused(workload: Workload, kind: type[torch.optim.Optimizer]) -> Workload:
+    assert workload.optimizer is not None
+    make: Callable[..., torch.optim.Optimizer] = kind
+    return replace(workload, optimizer=make(_parameters(workload.optimizer), fused=True))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -71,7 +71,9 @@ class Attachment:
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         import copy
 
-        return Attachment(self.session.planner_for_copy(self.planner), self.session.for_copy(), copy.deepcopy(self.inner, memo))
+        return Attachment(
+            self.session.planner_for_copy(self.planner), self.session.for_copy(), copy.deepcopy(self.inner, memo)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())  # a pickled model is the plain model
@@ -152,7 +154,9 @@ def attach(model: nn.Module, planner: Planner, session: Session) -> None:
     if attachment_of(model) is not None:
         raise UnsupportedError(type(model).__name__, "memopt is on this model already; call session.remove() first")
     if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedError(type(model).__name__, "a scripted module runs no Python; wrap the module it was made from")
+        raise UnsupportedError(
+            type(model).__name__, "a scripted module runs no Python; wrap the module it was made from"
+        )
     inner = model.__dict__.get("forward")
     model.__dict__[ATTRIBUTE] = Attachment(planner, session, inner)
     model.__dict__["forward"] = types.MethodType(_forward_of(type(model)), model)

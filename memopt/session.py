@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import weakref
@@ -122,7 +123,7 @@ class Session:
         if peak is None and model is not None and _is_on_cuda(model):
             peak = torch.cuda.max_memory_allocated()
         times = list(self._forwards)
-        gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(times)]
         return Measured(peak, statistics.median(gaps) if gaps else None)
 
     # Telling

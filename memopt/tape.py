@@ -212,7 +212,8 @@ def _given(x: Any, op: OpOverload) -> Any:
 class Dropped:
     """What autograd holds in place of a dropped saved tensor."""
 
-    __slots__ = ("__weakref__",
+    __slots__ = (
+        "__weakref__",
         "counter",
         "dtype",
         "is_asked",
@@ -563,12 +564,14 @@ def _hide_from_compiler() -> None:
 _hide_from_compiler()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _saves_outputs(node_type: type) -> bool:
     """Whether autograd nodes of this type save what their own op returned."""
     saved = [name for name in dir(node_type) if name.startswith("_saved_")]
     known = ("_saved_result", "_saved_out", "_saved_logsumexp", "_saved_log_sumexp")
-    return any(name.startswith(known) for name in saved) or issubclass(node_type, torch.autograd.function.BackwardCFunction)
+    return any(name.startswith(known) for name in saved) or issubclass(
+        node_type, torch.autograd.function.BackwardCFunction
+    )
 
 
 def is_recording() -> bool:

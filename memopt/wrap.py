@@ -191,9 +191,7 @@ def wrap_model(
     return model
 
 
-def _check(
-    budget: Budget | None, allow: Iterable[str] | None, nvme: str | None, host_budget: int | str | None
-) -> None:
+def _check(budget: Budget | None, allow: Iterable[str] | None, nvme: str | None, host_budget: int | str | None) -> None:
     if budget is None:
         raise ValueError('wrap_model needs a budget: bytes, "24GiB", "80%", "min" or a function of the profile')
     if not callable(budget) and not (isinstance(budget, str) and budget.strip().lower() == "min"):

@@ -7,6 +7,7 @@ crosses, and recomputes inside segments only. Where to divide, and into how many
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -118,7 +119,7 @@ class ForwardGraph:
         while stops[-1] > 0:
             stops.append(int(came_from[stops[-1]]))
         stops.reverse()
-        return [(int(places[a]), int(places[b])) for a, b in zip(stops, stops[1:], strict=False)]
+        return [(int(places[a]), int(places[b])) for a, b in itertools.pairwise(stops)]
 
     # Options of a segment
 
@@ -150,9 +151,7 @@ class ForwardGraph:
         free = {
             v: n
             for v, n in local.items()
-            if v in self.simulator.droppable
-            and v not in self.global_values
-            and self._last_read.get(v, -1) < stop
+            if v in self.simulator.droppable and v not in self.global_values and self._last_read.get(v, -1) < stop
         }
         shape: list[object] = []
         cut_ops: list[CutOp] = []

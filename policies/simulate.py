@@ -54,9 +54,7 @@ class Simulator:
         # Until when each saved tensor holds its storage if its value is kept.
         self._saved_value = [s.value for s in saved]
         self._saved_storage = np.array([self.storage_of[s.value] for s in saved], np.int64)
-        self._saved_until = np.array(
-            [max(self._moment(s.released_at), s.given_until) for s in saved], np.int64
-        )
+        self._saved_until = np.array([max(self._moment(s.released_at), s.given_until) for s in saved], np.int64)
         self._can_drop = np.array([s.is_hooked and s.value in self.droppable for s in saved], bool)
         self._given_until = [s.given_until for s in saved]
         self._released_at = [self._moment(s.released_at) for s in saved]

@@ -141,9 +141,7 @@ class Solver:
                 high = middle
         return self._skip_ahead(segments, steps, low, best, room)
 
-    def _skip_ahead(
-        self, segments: list[Segment], steps: list[_Step], taken: int, best: _Found, room: int
-    ) -> _Found:
+    def _skip_ahead(self, segments: list[Segment], steps: list[_Step], taken: int, best: _Found, room: int) -> _Found:
         """After the first step that does not fit, try smaller ones further on."""
         chosen = steps[:taken]
         blocked = {steps[taken].segment} if taken < len(steps) else set()

@@ -86,9 +86,7 @@ class GeometryMemo:
             return None
         return tuple(parts)
 
-    def _recipe_of(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> _Recipe | None:
+    def _recipe_of(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Recipe | None:
         facts = facts_of(func)
         results = out if isinstance(out, list | tuple) else [out]
         if not all(type(t) is FakeTensor and t.layout is torch.strided and t.constant is None for t in results):

@@ -10,7 +10,37 @@ from dataclasses import dataclass
 
 # Elementwise ops that compute more than they move: on a CPU they run several times slower than a copy.
 _TRANSCENDENTAL = frozenset(
-    ["gelu", "gelu_backward", "tanh", "tanh_backward", "silu", "silu_backward", "sigmoid", "exp", "erf", "log", "log1p", "expm1", "sin", "cos", "pow", "softplus", "mish", "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward", "elu", "hardswish"]
+    [
+        "gelu",
+        "gelu_backward",
+        "tanh",
+        "tanh_backward",
+        "silu",
+        "silu_backward",
+        "sigmoid",
+        "exp",
+        "erf",
+        "log",
+        "log1p",
+        "expm1",
+        "sin",
+        "cos",
+        "pow",
+        "softplus",
+        "mish",
+        "_softmax",
+        "_log_softmax",
+        "_softmax_backward_data",
+        "_log_softmax_backward_data",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "elu",
+        "hardswish",
+    ]
 )
 
 

@@ -91,7 +91,7 @@ def _run_child(f: Callable[[], object], read_fd: int, write_fd: int) -> NoReturn
         torch.set_num_threads(1)  # the pool's threads are not here
         try:
             answer = pickle.dumps((True, f()))
-        except BaseException as e:  # noqa: BLE001 - whatever it is, the parent is to hear of it
+        except BaseException as e:
             answer = _dumped(e)
         view = memoryview(answer)
         while view:
@@ -104,6 +104,6 @@ def _dumped(e: BaseException) -> bytes:
     try:
         data = pickle.dumps((False, e))
         pickle.loads(data)
-    except Exception:  # noqa: BLE001 - exceptions with arguments of their own often can't be pickled
+    except Exception:
         data = pickle.dumps((False, ChildError(f"{type(e).__name__}: {e}")))
     return data

@@ -14,7 +14,26 @@ from torch._ops import OpOverload
 # [Note: Creation ops] Raw kernels and numpy fill storages that only a creation op made visible: `out = zeros_like(x);
 # kernel[grid](x, out)` shows the mode nothing but `zeros_like`. What such an op made is never made again.
 _CREATION = frozenset(
-    ["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "scalar_tensor", "lift_fresh", "lift_fresh_copy"]
+    [
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "new_empty",
+        "new_empty_strided",
+        "zeros",
+        "zeros_like",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "new_ones",
+        "full",
+        "full_like",
+        "new_full",
+        "scalar_tensor",
+        "lift_fresh",
+        "lift_fresh_copy",
+    ]
 )
 
 # [Note: Hidden writers] These change their running statistics in training, though the schema does not say so. Without

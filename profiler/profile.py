@@ -150,8 +150,7 @@ class Profile:
             **scalars,
             "notes": list(self.notes),
             "ops": [
-                [o.key.module, o.key.op, o.key.call, o.phase.value, o.at, o.reads, o.makes, o.positions, o.flops]
-                + [o.moved_bytes, o.seconds, o.scratch_bytes, o.is_random, o.is_replayable]
+                [o.key.module, o.key.op, o.key.call, o.phase.value, o.at, o.reads, o.makes, o.positions, o.flops, o.moved_bytes, o.seconds, o.scratch_bytes, o.is_random, o.is_replayable]
                 for o in self.ops
             ],
             "storages": [[s.num_bytes, s.kind.value, s.birth, s.death, s.module] for s in self.storages],

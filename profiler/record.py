@@ -292,7 +292,12 @@ class Recorder(TorchDispatchMode):
         index = len(self.saved)
         was_paused, self.is_paused = self.is_paused, True
         self.saved.append(
-            _Saved(value, t.numel() * t.element_size(), self.tick(), is_hooked=self.phase is Phase.FORWARD and not saved_by_custom_function(sys._getframe(1)))
+            _Saved(
+                value,
+                t.numel() * t.element_size(),
+                self.tick(),
+                is_hooked=self.phase is Phase.FORWARD and not saved_by_custom_function(sys._getframe(1)),
+            )
         )
         try:
             return _Packed(self, index, t)
@@ -356,9 +361,7 @@ class Recorder(TorchDispatchMode):
             storages=tuple(Storage(s.num_bytes, s.kind, s.birth, s.death, s.module) for s in self.storages),
             values=tuple(Value(v.storage, v.maker, v.overwritten_at) for v in self.values),
             saved=tuple(
-                SavedTensor(
-                    s.value, s.num_bytes, s.packed_at, s.unpacked_at, s.given_until, s.released_at, s.is_hooked
-                )
+                SavedTensor(s.value, s.num_bytes, s.packed_at, s.unpacked_at, s.given_until, s.released_at, s.is_hooked)
                 for s in self.saved
             ),
             forward_ends_at=self.forward_ends_at,

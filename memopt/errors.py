@@ -130,6 +130,7 @@ class ReplayError(MemoptError, RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"a tensor of shape {list(self.shape)} that the recomputation of {self.op} reads was changed after the forward: "
+            f"a tensor of shape {list(self.shape)} that the recomputation of {self.op} reads was changed "
+            f"after the forward: "
             f"{self.what}. Change it after backward(), or change a copy."
         )

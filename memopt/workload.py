@@ -61,7 +61,8 @@ def own_loss(output: Any) -> torch.Tensor:
     loss = loss_in(output)
     if loss is None:
         raise ValueError(
-            f"the output ({type(output).__name__}) carries no loss: give Workload(loss=...), a function from the output "
+            f"the output ({type(output).__name__}) carries no loss: give Workload(loss=...), a function from "
+            f"the output "
             "to a tensor of one element"
         )
     return loss  # type: ignore[no-any-return]
@@ -70,7 +71,8 @@ def own_loss(output: Any) -> torch.Tensor:
 def assumed_loss(output: Any) -> torch.Tensor:
     """A loss for planning when only the forward is known: the output's own, or one that holds what cross entropy holds.
 
-    A float32 copy and its logarithmic softmax of each tensor that requires a gradient: no less than the usual losses keep.
+    A float32 copy and its logarithmic softmax of each tensor that requires a gradient: no less than the usual losses
+    keep.
     """
     loss = loss_in(output)
     if loss is not None and loss.requires_grad:

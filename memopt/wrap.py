@@ -170,7 +170,8 @@ def wrap_model(
 ) -> Any:
     """Keep a model's training within a budget: `wrap_model(model, budget="6GiB")` returns the same object.
 
-    Without a model it is a decorator for a class or a factory: `@wrap_model(budget="6GiB")`. The plan is made at the first
+    Without a model it is a decorator for a class or a factory: `@wrap_model(budget="6GiB")`. The plan is made at the
+    first
     training forward, from its inputs, and again for larger ones. `allow`, `budget` and the errors are those of
     `memopt.plan`; InfeasibleBudgetError comes from that first forward.
 
@@ -235,7 +236,8 @@ def wrap_optimizer(optimizer: O, model: nn.Module) -> O:
         )
     if session.optimizer is not None and session.optimizer is not optimizer:
         session.notes.append(
-            f"a second optimizer ({type(optimizer).__name__}) took the place of {type(session.optimizer).__name__} in the plan"
+            f"a second optimizer ({type(optimizer).__name__}) took the place of "
+            f"{type(session.optimizer).__name__} in the plan"
         )
     session.optimizer = optimizer
     attachment = attachment_of(model)

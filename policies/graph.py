@@ -1,6 +1,7 @@
 """The forward as a graph of values, cut into segments whose replays do not reach into each other.
 
-[Note: Segments] A replay that reaches back through the whole model makes every activation again at once: nothing is saved
+[Note: Segments] A replay that reaches back through the whole model makes every activation again at once: nothing is
+saved
 at the peak. So a plan divides the forward at places where little crosses (a transformer's residual stream), keeps what
 crosses, and recomputes inside segments only. Where to divide, and into how many, follows from bytes, not from modules.
 """
@@ -23,7 +24,8 @@ _NUM_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a segment may drop: the values, the bytes of saved tensors that stay, and the seconds to make the rest again."""
+    """What a segment may drop: the values, the bytes of saved tensors that stay, and the seconds to make the rest
+    again."""
 
     dropped: frozenset[int]
     kept_bytes: int
@@ -103,7 +105,8 @@ class ForwardGraph:
         return [0, *inner, num]
 
     def _divide(self, candidates: list[int], limit_bytes: int) -> list[tuple[int, int]]:
-        """Segments of at most `limit_bytes` saved bytes each, with the least bytes crossing between them (shortest path)."""
+        """Segments of at most `limit_bytes` saved bytes each, with the least bytes crossing between them (shortest
+        path)."""
         places = np.array(candidates)
         before = np.concatenate([[0], np.cumsum(self.saved_bytes[: len(self.ops)])])[places]
         best = np.full(len(places), np.iinfo(np.int64).max // 2, np.int64)
@@ -235,7 +238,8 @@ def _is_above(a: tuple[int, float, object], b: tuple[int, float, object], c: tup
 def lower_bound_s(graph: ForwardGraph, simulator: Simulator, budget_bytes: int, prices: Iterable[float]) -> float:
     """A step time in seconds that no plan by recompute can beat within the budget (Lagrangian dual at the plain peak).
 
-    At the moment of the plain peak a plan holds at least what it can't drop and what it keeps, and it runs each op that it
+    At the moment of the plain peak a plan holds at least what it can't drop and what it keeps, and it runs each op
+    that it
     replays at least once. So for any price p >= 0: plain time + min cut(p) + p * (fixed bytes - budget) is a bound.
     """
     profile = graph.profile

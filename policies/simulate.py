@@ -1,6 +1,7 @@
 """The judge: plays a profiled step under a choice of dropped values and says the peak at every moment and the time.
 
-It follows the tape's rules to the letter (memopt/tape.py, [Note: Need] and [Note: Sources]): who holds a storage and until
+It follows the tape's rules to the letter (memopt/tape.py, [Note: Need] and [Note: Sources]): who holds a storage and
+until
 when, which nodes a replay runs and in which order, what is cached and when it is forgotten. No solver grades itself.
 """
 
@@ -137,7 +138,8 @@ class Simulator:
         return holds
 
     def _play(self, dropped: Set[int], nodes: list[int], delta: Ints) -> tuple[list[tuple[int, int]], float, int]:
-        """Play the replays of backward. Adds what they hold to `delta`; returns the bumps inside replays, seconds, runs."""
+        """Play the replays of backward. Adds what they hold to `delta`; returns the bumps inside replays, seconds,
+        runs."""
         ops, values = self.profile.ops, self.profile.values
         parents = {n: [v for v in ops[n].reads if v in dropped] for n in nodes}
         outputs = {n: [v for v in ops[n].makes if v in dropped] for n in nodes}

@@ -1,6 +1,7 @@
 """Copies of a workload that a profile may run without leaving a trace on the user's objects.
 
-A fake copy holds fake tensors: nothing is allocated. A real copy clones. Both are made by `copy.deepcopy`, so Python state
+A fake copy holds fake tensors: nothing is allocated. A real copy clones. Both are made by `copy.deepcopy`, so Python
+state
 (counters, caches, tied weights) is the copy's own; hooks are rebuilt with copies of what they close over.
 """
 
@@ -31,7 +32,8 @@ _HOOK_DICTS = (
 
 
 def deepcopies(objects: tuple[Any, ...], fake: FakeTensorMode | None) -> tuple[Any, ...]:
-    """Deep copies of `objects` (one memo, so that what they share stays shared), with fake tensors if `fake` is given."""
+    """Deep copies of `objects` (one memo, so that what they share stays shared), with fake tensors if `fake` is
+    given."""
     memo: dict[int, Any] = {}
     _enter_tensors(objects, memo, fake)
     with FakeCopyMode(fake) if fake is not None else nullcontext():

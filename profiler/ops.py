@@ -1,4 +1,5 @@
-"""What is known of each op before it runs: what it writes, whether it draws random numbers, whether it can be replayed."""
+"""What is known of each op before it runs: what it writes, whether it draws random numbers, whether it can be
+replayed."""
 
 from __future__ import annotations
 

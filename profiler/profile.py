@@ -1,7 +1,9 @@
 """What one training step does: a frozen record of its ops, the lifetimes of its storages and its saved tensors.
 
-A `Profile` holds names, numbers and enums only. It is made by `memopt.profile`, saved as JSON, and read by the policies,
-which need neither torch nor a device. All moments are event indices: a clock that ticks at each op, allocation, release,
+A `Profile` holds names, numbers and enums only. It is made by `memopt.profile`, saved as JSON, and read by the
+policies,
+which need neither torch nor a device. All moments are event indices: a clock that ticks at each op, allocation,
+release,
 pack and unpack of the profiled step. Bytes are allocated bytes (rounded as the target's allocator rounds them).
 """
 
@@ -72,7 +74,8 @@ class Op:
 class Storage:
     """One allocation. It lives from `birth` until neither Python nor a saved tensor holds it.
 
-    `death` is the moment when the last holder other than autograd's saved tensors lets go; NEVER if it outlives the step.
+    `death` is the moment when the last holder other than autograd's saved tensors lets go; NEVER if it outlives the
+    step.
     """
 
     num_bytes: int
@@ -150,7 +153,22 @@ class Profile:
             **scalars,
             "notes": list(self.notes),
             "ops": [
-                [o.key.module, o.key.op, o.key.call, o.phase.value, o.at, o.reads, o.makes, o.positions, o.flops, o.moved_bytes, o.seconds, o.scratch_bytes, o.is_random, o.is_replayable]
+                [
+                    o.key.module,
+                    o.key.op,
+                    o.key.call,
+                    o.phase.value,
+                    o.at,
+                    o.reads,
+                    o.makes,
+                    o.positions,
+                    o.flops,
+                    o.moved_bytes,
+                    o.seconds,
+                    o.scratch_bytes,
+                    o.is_random,
+                    o.is_replayable,
+                ]
                 for o in self.ops
             ],
             "storages": [[s.num_bytes, s.kind.value, s.birth, s.death, s.module] for s in self.storages],

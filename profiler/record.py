@@ -1,7 +1,9 @@
 """Record one training step into a `Profile`: each op, each storage's lifetime, each saved tensor.
 
-A `TorchDispatchMode` sees the ops, weak references tell when storages die, and saved-tensor hooks take the place of what
-autograd keeps: the recorder holds geometry only, so that a storage's death is the death of its last *other* holder. What
+A `TorchDispatchMode` sees the ops, weak references tell when storages die, and saved-tensor hooks take the place of
+what
+autograd keeps: the recorder holds geometry only, so that a storage's death is the death of its last *other* holder.
+What
 the plain step would keep follows from the saved tensors; what a plan keeps instead is for the policies to work out.
 """
 
@@ -391,7 +393,8 @@ def _plain_parts(t: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _any_number(t: torch.Tensor) -> Any:
-    """An answer to `.item()` inside the optimizer's step, where sizes do not depend on it (a step count, a found_inf)."""
+    """An answer to `.item()` inside the optimizer's step, where sizes do not depend on it (a step count, a
+    found_inf)."""
     if t.dtype is torch.bool:
         return False
     return 1.0 if t.is_floating_point() else 1

@@ -6,6 +6,7 @@ method (deepcopy binds the copy's to the copy; pickle finds the class's own), an
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 import types
@@ -69,11 +70,13 @@ class Attachment:
         return self._resolved[1]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        import copy
-
-        return Attachment(
-            self.session.planner_for_copy(self.planner), self.session.for_copy(), copy.deepcopy(self.inner, memo)
-        )
+        """For a deepcopy of the model: the same settings, a session of its own, nothing planned or measured yet."""
+        session = self.session.for_copy(memo)
+        for_copy = getattr(self.planner, "for_copy", None)
+        if for_copy is not None:
+            session.plan = session.profile = None
+        planner = for_copy(session) if for_copy is not None else self.planner
+        return Attachment(planner, session, copy.deepcopy(self.inner, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())  # a pickled model is the plain model
@@ -86,13 +89,13 @@ def _is_training_forward() -> bool:
         and not is_recording()
         and torch._C._functorch.peek_interpreter_stack() is None  # torch.func refuses saved-tensor hooks
         and torch.autograd.forward_ad._current_level < 0
-        and not torch.jit.is_tracing()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     )
 
 
 def _why_not() -> str | None:
     """What of the caller's is around this forward that a plan would disturb; None if nothing is."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return "saved-tensor hooks are forbidden around it"
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return "the caller's own saved-tensor hooks are around it (save_on_cpu, checkpoint or the like)"
@@ -159,7 +162,7 @@ def attach(model: nn.Module, planner: Planner, session: Session) -> None:
         )
     inner = model.__dict__.get("forward")
     model.__dict__[ATTRIBUTE] = Attachment(planner, session, inner)
-    model.__dict__["forward"] = types.MethodType(_forward_of(type(model)), model)
+    model.__dict__["forward"] = types.MethodType(_forward_of(type(model)), model)  # type: ignore[arg-type]
 
 
 def detach(model: nn.Module) -> None:

@@ -65,17 +65,13 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.remove()
 
-    def for_copy(self) -> Session:
-        """A session for a deepcopy of the model: the same decisions, measurements of its own."""
-        own = object.__new__(Session)
-        own.__dict__.update(self.__dict__)
-        own._forwards, own._peak_bytes, own.notes = deque(maxlen=32), None, list(self.notes)
-        own._model = lambda: None  # type: ignore[assignment]
+    def for_copy(self, memo: dict[int, Any]) -> Session:
+        """A session for the deepcopy that `memo` holds of this model; the optimizer is the original's alone."""
+        original = self._model()
+        assert original is not None, "a model that is copied is there"
+        own = Session(memo.get(id(original), original), None, self._remove)
+        own.profile, own.plan = self.profile, self.plan
         return own
-
-    def planner_for_copy(self, planner: Any) -> Any:
-        copy = getattr(planner, "for_copy", None)
-        return copy() if copy is not None else planner
 
     # Measuring
 
@@ -108,7 +104,7 @@ class Session:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             result = step()
         now = peak = 0
-        events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+        events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
         for event in sorted(events, key=lambda e: e.start_ns()):
             now += event.nbytes()
             peak = max(peak, now)

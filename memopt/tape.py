@@ -290,9 +290,9 @@ def _replay(target: Value) -> None:
             with under_flags(node.flags):
                 results = node.run()
         for position, ref in node.outputs:
-            value = ref()
-            if value is not None and value.need > 0:
-                value.cache = results[position]
+            output = ref()
+            if output is not None and output.need > 0:
+                output.cache = results[position]
         del results
         for value in node.disarmed():
             value.released()
@@ -317,7 +317,7 @@ class Recording(TorchDispatchMode):
         boundaries: Set[int] = frozenset(),
         inputs: Iterable[torch.Tensor] = (),
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.drops_all = decisions is None
         self.frames = ModuleFrames(paths, dict(decisions or {}))
         self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None  # there while the forward runs
@@ -345,13 +345,13 @@ class Recording(TorchDispatchMode):
         self.frames.__enter__()
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         self.hooks.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         _thread.recording = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         _thread.recording = None
-        super().__exit__(kind, e, tb)
+        super().__exit__(kind, e, tb)  # type: ignore[no-untyped-call]
         assert self.hooks is not None
         self.hooks.__exit__(None, None, None)
         self.hooks = None

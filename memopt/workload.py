@@ -35,7 +35,8 @@ class Workload:
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
             raise ValueError(f"Workload(model=...) takes a torch.nn.Module, not {type(self.model).__name__}")
-        if isinstance(self.args, torch.Tensor):
+        given: object = self.args
+        if isinstance(given, torch.Tensor):
             raise ValueError("Workload(args=...) takes a tuple of arguments; for one tensor write args=(tensor,)")
         if not isinstance(self.kwargs, Mapping):
             raise ValueError(f"Workload(kwargs=...) takes a dict of arguments, not {type(self.kwargs).__name__}")

@@ -59,11 +59,9 @@ class LazyPlanner:
         self.cases: list[_Case] = []
         self.is_planning = False
 
-    def for_copy(self) -> LazyPlanner:
+    def for_copy(self, session: Session) -> LazyPlanner:
         """For a deepcopy of the model: the same settings, nothing planned."""
-        own = LazyPlanner(self.session.for_copy(), self.budget, self.allow)
-        own.session.plan = own.session.profile = None
-        return own
+        return LazyPlanner(session, self.budget, self.allow)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         case = _case_of(model, args, kwargs)
@@ -153,10 +151,22 @@ def _first_line(e: BaseException) -> str:
 
 
 @overload
-def wrap_model(model: M, budget: Budget, allow: Iterable[str] | None = None, **options: Any) -> M: ...
+def wrap_model(
+    model: M,
+    budget: Budget,
+    allow: Iterable[str] | None = None,
+    *,
+    nvme: str | None = None,
+    host_budget: int | str | None = None,
+) -> M: ...
 @overload
 def wrap_model(
-    model: None = None, budget: Budget = ..., allow: Iterable[str] | None = None, **options: Any
+    model: None = None,
+    budget: Budget = ...,
+    allow: Iterable[str] | None = None,
+    *,
+    nvme: str | None = None,
+    host_budget: int | str | None = None,
 ) -> Callable[[Callable[..., M]], Callable[..., M]]: ...
 
 
@@ -181,23 +191,26 @@ def wrap_model(
     if model is None or (isinstance(model, type) or (not isinstance(model, nn.Module) and callable(model))):
         if model is not None:
             raise ValueError('wrap_model takes a module, or as a decorator a budget: @memopt.wrap_model(budget="6GiB")')
-        _check(budget, allow, nvme, host_budget)
+        budget = _check(budget, allow, nvme, host_budget)
         return functools.partial(_decorated, budget=budget, allow=allow)
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap_model takes a torch.nn.Module, not {type(model).__name__}")
-    _check(budget, allow, nvme, host_budget)
-    assert budget is not None
+    budget = _check(budget, allow, nvme, host_budget)
     session = Session(model, None, detach)
     attach(model, LazyPlanner(session, budget, allow), session)
     return model
 
 
-def _check(budget: Budget | None, allow: Iterable[str] | None, nvme: str | None, host_budget: int | str | None) -> None:
+def _check(
+    budget: Budget | None, allow: Iterable[str] | None, nvme: str | None, host_budget: int | str | None
+) -> Budget:
+    """The budget, if it and the levers can be understood."""
     if budget is None:
         raise ValueError('wrap_model needs a budget: bytes, "24GiB", "80%", "min" or a function of the profile')
     if not callable(budget) and not (isinstance(budget, str) and budget.strip().lower() == "min"):
         parse_budget(budget, 2**40)  # a percentage is of a device that is known only later
     check_levers(allow, nvme, host_budget)
+    return budget
 
 
 def _decorated(target: Callable[..., Any], *, budget: Budget, allow: Iterable[str] | None) -> Callable[..., Any]:

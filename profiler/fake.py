@@ -83,7 +83,7 @@ def _fake_like(t: torch.Tensor, storages: dict[int, torch.Tensor], fake: FakeTen
             flat.untyped_storage(), t.storage_offset(), t.size(), t.stride()
         )
     # A model on the meta device is one for the CPU that was not filled.
-    made = FakeTensor(fake, meta, torch.device("cpu") if t.device.type == "meta" else t.device)
+    made: torch.Tensor = FakeTensor(fake, meta, torch.device("cpu") if t.device.type == "meta" else t.device)
     if isinstance(t, nn.Parameter):
         made = nn.Parameter(made, requires_grad=t.requires_grad)
         made.__dict__.update({k: v for k, v in t.__dict__.items() if k not in made.__dict__})
@@ -95,8 +95,8 @@ def _isolate_hooks(model: nn.Module, memo: dict[int, Any]) -> None:
     """Give the copy's hooks their own closures: a user's hook that counts or collects must not see a profile."""
     for module in model.modules():
         for name in _HOOK_DICTS:
-            hooks = module.__dict__.get(name)
-            for key in list(hooks or ()):
+            hooks = module.__dict__.get(name) or {}
+            for key in list(hooks):
                 own = _isolated(hooks[key], memo)
                 if own is None:
                     del hooks[key]

@@ -71,7 +71,7 @@ def in_fork(f: Callable[[], T], timeout_s: float = TIMEOUT_S) -> T:
 
 
 def _read_all(fd: int, deadline_s: float) -> bytes:
-    chunks = []
+    chunks: list[bytes] = []
     while True:
         ready, _, _ = select.select([fd], [], [], max(0.0, deadline_s - time.monotonic()))
         if not ready:

@@ -66,7 +66,8 @@ class OpFacts:
 @cache
 def facts_of(func: OpOverload) -> OpFacts:
     """Facts of `func`, an overload such as torch.ops.aten.addmm.default. Of a higher-order op nothing is known."""
-    if not isinstance(func, OpOverload):
+    given: object = func
+    if not isinstance(given, OpOverload):
         return OpFacts(str(func), True, False, False, False, (), (), (), -1, -1)
     schema = func._schema
     namespace, _, base = schema.name.partition("::")

@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
     forward_ends_at: int = NEVER
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.call = GeometryMemo(self.fake) if self.fake else lambda func, args, kwargs: func(*args, **kwargs)
 
     @property

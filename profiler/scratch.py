@@ -22,17 +22,31 @@ def _num_bytes(t: torch.Tensor) -> int:
     return t.numel() * t.element_size()
 
 
+def _blocked_bytes(t: torch.Tensor) -> int:
+    """Bytes of a batch of images whose channels are padded to the blocks of eight of oneDNN's layout."""
+    channels = t.shape[1]
+    return _num_bytes(t) // max(channels, 1) * (-(-channels // 8) * 8)
+
+
+def _is_pointwise(weight: torch.Tensor) -> bool:
+    return all(k == 1 for k in weight.shape[2:])
+
+
 def _convolution(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], num_threads: int) -> int:
     """oneDNN writes a blocked layout first, and for wide weights reorders those too (ATen/native/mkldnn/Conv.cpp)."""
     weight = inputs[1]
+    if _is_pointwise(weight):
+        return 0
     is_wide = weight.shape[0] >= 128 and weight.shape[1] >= 128
-    return _num_bytes(outputs[0]) + (_num_bytes(weight) if is_wide else 0)
+    return _blocked_bytes(outputs[0]) + (_num_bytes(weight) if is_wide else 0)
 
 
 def _convolution_backward(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], num_threads: int) -> int:
     """Blocked copies of the output's gradient and the input, or of the weight's gradient."""
     gradient, x, weight = inputs[:3]
-    return max(_num_bytes(gradient) + _num_bytes(x), _num_bytes(weight))
+    if _is_pointwise(weight):
+        return 0
+    return max(_blocked_bytes(gradient) + _blocked_bytes(x), _num_bytes(weight))
 
 
 def _attention_rows(num_queries: int) -> int:

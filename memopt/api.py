@@ -109,7 +109,8 @@ def plan(
     check_levers(allow, nvme, host_budget)
     solver = Solver(profile, progress)
     if isinstance(budget, str) and budget.strip().lower() == "min":
-        budget_bytes = solver.peak_bytes(solver.least().outcome)
+        may_recompute = allow is None or "recompute" in allow
+        budget_bytes = solver.peak_bytes(solver.least().outcome if may_recompute else solver.plain)
     else:
         budget_bytes = budget_in_bytes(profile, budget, device_bytes)
     if allow is not None and "recompute" not in allow:

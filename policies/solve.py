@@ -21,6 +21,7 @@ from memopt.profiler.profile import Profile
 
 Progress = Callable[[str], None]
 
+_NUM_TOGGLES = 24  # single values tried for the least peak
 _NUM_FILL_TRIES = 48  # single values tried when a budget is almost spent
 _NOTHING: frozenset[int] = frozenset()
 
@@ -43,14 +44,15 @@ class _Step:
 class Solver:
     """Plans for one profile; divisions and hulls are worked out once and serve every budget."""
 
-    def __init__(self, profile: Profile, progress: Progress | None = None, *, is_for_least: bool = False) -> None:
+    def __init__(self, profile: Profile, progress: Progress | None = None) -> None:
         self.profile = profile
         self.simulator = Simulator(profile)
         self.graph = ForwardGraph(profile, self.simulator)
         self.scratch_bytes = profile.scratch_bytes
         self.plain = self.simulator.run(_NOTHING)
         self._progress = progress or (lambda text: None)
-        self._prices = self.graph.prices()[-1:] if is_for_least else self.graph.prices()
+        self._prices = self.graph.prices()
+        self._least: _Found | None = None
         self._divisions: list[list[Segment]] | None = None
         self._outcomes: dict[frozenset[int], Outcome] = {_NOTHING: self.plain}
 
@@ -76,12 +78,31 @@ class Solver:
 
     def least(self) -> _Found:
         """The choice with the smallest peak that was found."""
-        best = _Found(_NOTHING, self.plain)
-        for segments in self.divisions:
-            dropped = _dropped_after(segments, [])
-            outcome = self.run(dropped)
-            if (outcome.peak_bytes, outcome.step_s) < (best.outcome.peak_bytes, best.outcome.step_s):
-                best = _Found(dropped, outcome)
+        if self._least is None:
+            best = _Found(_NOTHING, self.plain)
+            for segments in self.divisions:
+                steps = _steps_of(segments)
+                for taken in sorted({len(steps) * share // 8 for share in (0, 1, 2, 4, 6)}):
+                    best = self._smaller(best, _dropped_after(segments, steps[:taken]))
+            self._least = self._toggled(best)
+        return self._least
+
+    def _toggled(self, best: _Found) -> _Found:
+        """Keep or drop single values, the largest first, while the peak falls."""
+        sizes = self.simulator.bytes_of
+        values = sorted(self.graph.saved | best.dropped, key=lambda v: (-sizes[v], v))[:_NUM_TOGGLES]
+        for _ in range(2):
+            before = best
+            for v in values:
+                best = self._smaller(best, best.dropped ^ {v})
+            if best is before:
+                break
+        return best
+
+    def _smaller(self, best: _Found, dropped: frozenset[int]) -> _Found:
+        outcome = self.run(dropped)
+        if (outcome.peak_bytes, outcome.step_s) < (best.outcome.peak_bytes, best.outcome.step_s):
+            return _Found(dropped, outcome)
         return best
 
     # The fastest within a budget
@@ -94,17 +115,15 @@ class Solver:
         room = budget_bytes - self.scratch_bytes
         if self.plain.peak_bytes <= room:
             return self._plan(budget_bytes, _Found(_NOTHING, self.plain), 0.0)
-        best: _Found | None = None
+        least = self.least()
+        if least.outcome.peak_bytes > room:
+            raise self._infeasible(budget_bytes, least)
+        best = least
         for number, segments in enumerate(self.divisions, 1):
             self._progress(f"planning, division {number} of {len(self.divisions)}")
             found = self._best_in(segments, room)
-            if found and (best is None or found.outcome.step_s < best.outcome.step_s):
+            if found and found.outcome.step_s < best.outcome.step_s:
                 best = found
-        least = self.least()
-        if best is None and least.outcome.peak_bytes <= room:
-            best = least
-        if best is None:
-            raise self._infeasible(budget_bytes, least)
         best = self._spend_the_rest(best, room)
         bound = lower_bound_s(self.graph, self.simulator, room, self._prices[::2]) + self.simulator.record_s
         gap = max(0.0, 1 - bound / best.outcome.step_s)
@@ -282,5 +301,5 @@ def solve(profile: Profile, budget_bytes: int, progress: Progress | None = None)
 
 def least_peak_bytes(profile: Profile) -> int:
     """The smallest peak for which `solve` finds a plan: what a profile calls `min_bytes`."""
-    solver = Solver(profile, is_for_least=True)
+    solver = Solver(profile)
     return solver.peak_bytes(solver.least().outcome)

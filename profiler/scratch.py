@@ -46,7 +46,8 @@ def _convolution_backward(inputs: Sequence[torch.Tensor], outputs: Sequence[torc
     gradient, x, weight = inputs[:3]
     if _is_pointwise(weight):
         return 0
-    return max(_blocked_bytes(gradient) + _blocked_bytes(x), _num_bytes(weight))
+    padded = _num_bytes(x) if x.shape[1] % 8 else 0  # the input's gradient then comes out of the blocked copy's place
+    return max(_blocked_bytes(gradient) + _blocked_bytes(x) - padded, _num_bytes(weight))
 
 
 def _attention_rows(num_queries: int) -> int:

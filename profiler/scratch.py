@@ -46,7 +46,8 @@ def _convolution_backward(inputs: Sequence[torch.Tensor], outputs: Sequence[torc
     gradient, x, weight = inputs[:3]
     if _is_pointwise(weight):
         return 0
-    padded = _num_bytes(x) if x.shape[1] % 8 else 0  # the input's gradient then comes out of the blocked copy's place
+    # Of an image with few channels the gradient comes out of the blocked copy's place.
+    padded = _num_bytes(x) if x.shape[1] < 8 else 0
     return max(_blocked_bytes(gradient) + _blocked_bytes(x) - padded, _num_bytes(weight))
 
 

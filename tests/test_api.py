@@ -9,6 +9,7 @@ from torch import nn
 
 import memopt
 from memopt.errors import BudgetError, InfeasibleBudgetError, MemoptError, UnsupportedError
+from memopt.units import parse_bytes
 
 
 @cache
@@ -120,7 +121,8 @@ def test_text_of_the_error_is_a_budget_that_works():
     named = re.search(r"Raise the budget to ([0-9.]+ \w+)", str(caught.value))
 
     assert named is not None
-    assert memopt.plan(profile, named[1]).forecast.peak_bytes <= caught.value.smallest_bytes
+    assert memopt.plan(profile, named[1]).forecast.peak_bytes <= parse_bytes(named[1])
+    assert memopt.plan(profile, caught.value.smallest_bytes).forecast.peak_bytes <= caught.value.smallest_bytes
 
 
 @pytest.mark.parametrize("given", [None, nn.Linear(2, 2), "model"])

@@ -92,7 +92,7 @@ def findings(
     notes: tuple[str, ...] = (),
 ) -> Findings:
     """What is to be told of a profile and, if there is one, its plan."""
-    solver = Solver(profile, is_for_least=True)
+    solver = Solver(profile)
     return Findings(
         target=target,
         about=about,

@@ -29,7 +29,7 @@ from memopt.profiler.geometry import GeometryMemo
 from memopt.profiler.hardware import Hardware
 from memopt.profiler.ops import OpFacts, draws_random, facts_of, flat_tensors, saved_by_custom_function, written_tensors
 from memopt.profiler.profile import NEVER, Kind, Op, OpKey, Phase, Profile, SavedTensor, Storage, Value
-from memopt.profiler.scratch import scratch_bytes
+from memopt.profiler.scratch import held_bytes, scratch_bytes
 
 _DETACH = torch.ops.aten.detach.default
 
@@ -243,7 +243,9 @@ class Recorder(TorchDispatchMode):
                 has_odd_part = True
                 continue
             if t.untyped_storage()._cdata not in self.current:
-                self._new_value(t, op_index, Kind.TEMPORARY, module)
+                made = self._new_value(t, op_index, Kind.TEMPORARY, module)
+                if self.is_fake and self.device_type == "cpu":
+                    made.num_bytes = max(made.num_bytes, held_bytes(facts.name, inputs, t))
                 makes.append(len(self.values) - 1)
                 positions.append(position)
                 outputs_moved += t.numel() * t.element_size()

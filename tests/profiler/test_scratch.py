@@ -3,7 +3,9 @@
 import pytest
 import torch
 from small_models import allocator_peak, one_thread, storage_bytes
+from torch import nn
 
+import memopt
 from memopt.profiler.scratch import scratch_bytes
 
 aten = torch.ops.aten
@@ -94,3 +96,27 @@ def test_other_ops_take_none(op):
     x = torch.randn(1001)
 
     assert scratch_bytes(op, [x], [x], 4) == 0
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "huber_loss", "l1_loss"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_forecast_of_a_reduced_loss_is_the_allocators(name, normed):
+    # Given a loss that is a scalar in a buffer of its input's size, or hands backward an expanded gradient
+    x, target = torch.randn(1024, 48), torch.rand(1024, 48)
+    blocks = [nn.Sequential(nn.Linear(48, 48), nn.GELU(), *([nn.LayerNorm(48)] if normed else [])) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    head = (lambda o: o.sigmoid()) if name == "binary_cross_entropy" else (lambda o: o)
+
+    def loss(output):
+        return getattr(nn.functional, name)(head(output), target)
+
+    # When a step is profiled and then run
+    profile = memopt.profile(memopt.Workload(model, args=(x,), loss=loss))
+    session = memopt.apply(memopt.plan(profile, profile.peak_bytes), model)
+    loss(model(x)).backward()
+    model.zero_grad()
+    session.measure(lambda: loss(model(x)).backward())
+    measured = session.measured.peak_bytes + x.nbytes + target.nbytes
+
+    # Then the forecast is the measurement and the headroom for small scratch
+    assert measured <= profile.peak_bytes <= measured + profile.scratch_bytes + 4096

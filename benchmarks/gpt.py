@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,7 +27,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`checkpoints` names the blocks that torch.utils.checkpoint recomputes."""
+    """`checkpoints` names the blocks that torch.utils.checkpoint recomputes, `context_fn` makes it selective."""
 
     def __init__(self, layers: int, d: int, heads: int, vocabulary: int = 256) -> None:
         super().__init__()
@@ -32,11 +35,13 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(d, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocabulary)
         self.checkpoints: frozenset[int] = frozenset()
+        self.context_fn: Callable[[], Any] | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
+        options = {"context_fn": self.context_fn} if self.context_fn else {}
         for i, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=False) if i in self.checkpoints else block(x)
+            x = checkpoint(block, x, use_reentrant=False, **options) if i in self.checkpoints else block(x)
         return self.head(self.norm(x))
 
 

@@ -50,7 +50,8 @@ class Attachment:
         if (reason := _why_not()) is not None:
             self.session.note(f"a forward ran without its plan: {reason}")
             return inner(*args, **kwargs)
-        self.session.note_forward(time.perf_counter())
+        inputs = tensors_of((args, kwargs))
+        self.session.note_forward(time.perf_counter(), inputs)
         plan = self.planner(model, args, kwargs)
         if plan is not None and plan.is_plain:
             return inner(*args, **kwargs)
@@ -58,7 +59,7 @@ class Attachment:
         if not self._paths:
             self._paths = paths_of(model)
         boundaries = _blocks_of(model) if plan is None else frozenset()
-        with Recording(decisions, self._paths, boundaries, tensors_of((args, kwargs))):
+        with Recording(decisions, self._paths, boundaries, inputs):
             return inner(*args, **kwargs)
 
     def _decisions(self, plan: Plan | None) -> Decisions | None:

@@ -48,6 +48,7 @@ class Session:
         self.notes: list[str] = []
         self._forwards: deque[float] = deque(maxlen=32)
         self._peak_bytes: int | None = None
+        self._inputs: list[weakref.ref[torch.UntypedStorage]] = []  # of the last training forward
         self.is_removed = False
 
     # Undoing
@@ -81,14 +82,21 @@ class Session:
             self.notes.append(text)
             logger.info("memopt: %s", text)
 
-    def note_forward(self, now_s: float) -> None:
-        """Note the begin of a training forward at `now_s` seconds of a steady clock."""
+    def note_forward(self, now_s: float, inputs: list[torch.Tensor]) -> None:
+        """Note the begin of a training forward at `now_s` seconds of a steady clock, and what it was called with."""
         self._forwards.append(now_s)
+        self._inputs = [weakref.ref(t.untyped_storage()) for t in inputs if _is_dense(t)]
+
+    def _input_bytes(self) -> int:
+        """Bytes of the last forward's inputs that are still there: a batch that is made in the step itself is not."""
+        alive = {s.data_ptr(): s.nbytes() for ref in self._inputs if (s := ref()) is not None}
+        return sum(alive.values())
 
     def measure(self, step: Callable[[], T]) -> T:
         """Run one training step under the allocator's own events, note its peak, and return the step's result.
 
-        On a CPU this takes torch's profiler (slow: for one step); on CUDA the caching allocator counts always.
+        On a CPU this takes torch's profiler (slow: for one step), and counts parameters, buffers, states, the forward's
+        own inputs and all that the step allocates; on CUDA the caching allocator counts always, and everything.
         """
         model = self._model()
         if model is None:
@@ -100,7 +108,9 @@ class Session:
             return result
         from torch.profiler import ProfilerActivity, profile
 
-        before = _held_bytes(model, self.optimizer)
+        before = _held_bytes(model, self.optimizer) + self._input_bytes()
+        gradients = [weakref.ref(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None]
+        sizes = [storage.nbytes() for ref in gradients if (storage := ref()) is not None]
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             result = step()
         now = peak = 0
@@ -108,7 +118,9 @@ class Session:
         for event in sorted(events, key=lambda e: e.start_ns()):
             now += event.nbytes()
             peak = max(peak, now)
-        self._peak_bytes = before + peak
+        # The profiler does not see the end of what was there before it: the last step's gradients, freed at the begin.
+        freed = sum(size for ref, size in zip(gradients, sizes, strict=True) if ref() is None)
+        self._peak_bytes = before - freed + peak
         return result
 
     @property
@@ -161,7 +173,13 @@ def _held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> in
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     if optimizer is not None:
         tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided
-    }
+    return _storage_bytes(tensors)
+
+
+def _storage_bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if _is_dense(t)}
     return sum(storages.values())
+
+
+def _is_dense(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and type(t) in (torch.Tensor, nn.Parameter)

@@ -3,8 +3,8 @@
     python benchmarks/bench_recompute.py [--layers 8 --d 384 --batch 8 --sequence 256 --rounds 15 --json]
 
 Peers: each block under torch.utils.checkpoint; every second block; each block under torch's selective checkpointing
-that keeps matrix products and attention. memopt gets each peer's measured peak as its budget, and the plain peak with 1% to
-spare. All variants take one step per round in turn (shared machines drift); ratios are medians over the rounds of
+that keeps matrix products and attention. memopt gets each peer's measured peak as its budget, and the plain peak with
+1% to spare. All variants take one step per round in turn (shared machines drift); ratios are medians over the rounds of
 time / plain time of the same round. Peaks are the allocator's own events. Losses must be equal.
 torch's auto-SAC (torch.distributed._tools) plans but does not apply; whether its estimator runs here is tried and said.
 """

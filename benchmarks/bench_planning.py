@@ -1,8 +1,7 @@
 """How long profiling and planning take for deep models: `python benchmarks/bench_planning.py [--json]`.
 
 A GPT of d=2048 in bf16 on the meta device, batch 8 x 1024, AdamW fused; nothing is allocated. For each depth: seconds
-of
-the fake profile, of planning at 60% between the least and the plain peak, and the plan's gap. Median of three.
+of the fake profile, of planning at 60% between the least and the plain peak, and the plan's gap. Median of three.
 """
 
 from __future__ import annotations

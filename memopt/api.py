@@ -34,13 +34,11 @@ def profile(workload: Workload, mode: str = "fake", hardware: str | None = None)
 
     Args:
         mode: "fake" runs the step on fake tensors: nothing is allocated, times come from a roofline. "run" trains a
-        copy
-            of the model for two steps and measures each op; it needs room for the copy.
+            copy of the model for two steps and measures each op; it needs room for the copy.
         hardware: a name from the catalogue ("h100", "cpu") for the roofline; by default the model's device.
 
-    If fake tensors can't follow the step (it depends on the values of its data, or an op has no fake form), a real
-    one is
-    profiled instead, and a note says so. Raises UnsupportedError for what can't be profiled, ValueError for bad
+    If fake tensors can't follow the step (it depends on the values of its data, or an op has no fake form), a real one
+    is profiled instead, and a note says so. Raises UnsupportedError for what can't be profiled, ValueError for bad
     arguments.
     """
     if not isinstance(workload, Workload):
@@ -96,8 +94,7 @@ def plan(
 
     Args:
         budget: bytes; a text such as "24GiB" or "24GB"; "80%" of `device_bytes`; "min" for the least that can be
-        reached;
-            or a function from the profile to bytes.
+            reached; or a function from the profile to bytes.
         allow: levers that may be used, by default all that keep the numbers exact.
         device_bytes: memory of the target device, for a percentage; by default that of the device here, or the
             catalogue's.

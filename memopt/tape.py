@@ -1,29 +1,23 @@
 """Recompute dropped activations by replaying recorded aten ops; the user's Python runs once.
 
 [Note: How the tape works] While the model's forward runs, a dispatch mode sees each op. An op whose outputs the plan
-drops
-becomes a `Node`: the op and references to its inputs. Autograd's saved tensors pass a pack hook: a tensor over a
-storage
-that a node made is replaced by a `Dropped` handle (value and geometry), so its memory goes when Python lets go of it.
-When
-backward asks for it, the nodes that lead to it from kept values run again, in their first order, without autograd.
+drops becomes a `Node`: the op and references to its inputs. Autograd's saved tensors pass a pack hook: a tensor over a
+storage that a node made is replaced by a `Dropped` handle (value and geometry), so its memory goes when Python lets go
+of it. When backward asks for it, the nodes that lead to it from kept values run again, in their first order, without
+autograd.
 
 [Note: Need] A replayed value is cached only while it is needed: by saved tensors that backward has not asked for yet,
-or by
-armed nodes. A node is armed while some output of it is needed and not cached. `policies/simulate.py` plays the same
-rules.
+or by armed nodes. A node is armed while some output of it is needed and not cached. `policies/simulate.py` plays the
+same rules.
 
-[Note: Sources] A kept value that a node reads is a `Source`: an alias that shares the version counter of the
-original. A
-write that the mode sees copies it first; a write from outside is noticed by its version, and the replay refuses.
+[Note: Sources] A kept value that a node reads is a `Source`: an alias that shares the version counter of the original.
+A write that the mode sees copies it first; a write from outside is noticed by its version, and the replay refuses.
 
-[Note: Escapes] A detached alias can be written by numpy and raw kernels, which no mode sees. So a value that the
-user's code
-detaches is kept from there on, and so is what custom Functions save.
+[Note: Escapes] A detached alias can be written by numpy and raw kernels, which no mode sees. So a value that the user's
+code detaches is kept from there on, and so is what custom Functions save.
 
 A decision that does not fit the run (an op that the plan does not know, a call that never comes) keeps a value that
-could
-have been dropped, or drops one that could have been kept. It can't change a number.
+could have been dropped, or drops one that could have been kept. It can't change a number.
 """
 
 from __future__ import annotations
@@ -105,8 +99,7 @@ class Source:
     def __init__(self, x: torch.Tensor) -> None:
         self.tensor, self.version = _alias(x), x._version
         # A write through `p.data` moves no version counter. Where a look costs no synchronisation, a few elements of
-        # each
-        # parameter tell whether somebody scaled, averaged or swapped it.
+        # each parameter tell whether somebody scaled, averaged or swapped it.
         self.sample = _sampled(self.tensor).clone() if x.is_leaf and x.requires_grad and x.is_cpu else None
 
     def check(self, op: OpOverload) -> None:
@@ -524,8 +517,7 @@ class Recording(TorchDispatchMode):
                 self.handles.append(weakref.ref(handle))
                 return handle
             # The tensor itself, as plain torch keeps it (`t.data = other` is seen) - but an output that its own node
-            # saves
-            # would hold the node that holds it.
+            # saves would hold the node that holds it.
             if t.grad_fn is not None and _saves_outputs(type(t.grad_fn)):
                 with torch._C._DisableTorchDispatch():
                     return (t.detach(), t._version)

@@ -181,8 +181,7 @@ def wrap_model(
     """Keep a model's training within a budget: `wrap_model(model, budget="6GiB")` returns the same object.
 
     Without a model it is a decorator for a class or a factory: `@wrap_model(budget="6GiB")`. The plan is made at the
-    first
-    training forward, from its inputs, and again for larger ones. `allow`, `budget` and the errors are those of
+    first training forward, from its inputs, and again for larger ones. `allow`, `budget` and the errors are those of
     `memopt.plan`; InfeasibleBudgetError comes from that first forward.
 
     Raises ValueError for a budget or lever that is not understood, UnsupportedError for a model that carries memopt

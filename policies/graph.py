@@ -1,9 +1,9 @@
 """The forward as a graph of values, cut into segments whose replays do not reach into each other.
 
 [Note: Segments] A replay that reaches back through the whole model makes every activation again at once: nothing is
-saved
-at the peak. So a plan divides the forward at places where little crosses (a transformer's residual stream), keeps what
-crosses, and recomputes inside segments only. Where to divide, and into how many, follows from bytes, not from modules.
+saved at the peak. So a plan divides the forward at places where little crosses (a transformer's residual stream), keeps
+what crosses, and recomputes inside segments only. Where to divide, and into how many, follows from bytes, not from
+modules.
 """
 
 from __future__ import annotations
@@ -238,9 +238,8 @@ def _is_above(a: tuple[int, float, object], b: tuple[int, float, object], c: tup
 def lower_bound_s(graph: ForwardGraph, simulator: Simulator, budget_bytes: int, prices: Iterable[float]) -> float:
     """A step time in seconds that no plan by recompute can beat within the budget (Lagrangian dual at the plain peak).
 
-    At the moment of the plain peak a plan holds at least what it can't drop and what it keeps, and it runs each op
-    that it
-    replays at least once. So for any price p >= 0: plain time + min cut(p) + p * (fixed bytes - budget) is a bound.
+    At the moment of the plain peak a plan holds at least what it can't drop and what it keeps, and it runs each op that
+    it replays at least once. So for any price p >= 0: plain time + min cut(p) + p * (fixed bytes - budget) is a bound.
     """
     profile = graph.profile
     plain = simulator.run(frozenset())

@@ -1,8 +1,8 @@
 """The judge: plays a profiled step under a choice of dropped values and says the peak at every moment and the time.
 
 It follows the tape's rules to the letter (memopt/tape.py, [Note: Need] and [Note: Sources]): who holds a storage and
-until
-when, which nodes a replay runs and in which order, what is cached and when it is forgotten. No solver grades itself.
+until when, which nodes a replay runs and in which order, what is cached and when it is forgotten. No solver grades
+itself.
 """
 
 from __future__ import annotations

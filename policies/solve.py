@@ -1,11 +1,9 @@
 """Find the fastest plan that the simulator finds within the budget.
 
 For each way to divide the forward into segments (graph.py) every segment has a convex hull of options. Starting from
-the
-least memory, the steps along all hulls are taken in the order of seconds saved per byte, as far as the simulator
-accepts
-(a bisection), and what is left of the budget is spent on single values. The best division wins. A Lagrangian bound over
-the whole forward says how far from the best any plan could be.
+the least memory, the steps along all hulls are taken in the order of seconds saved per byte, as far as the simulator
+accepts (a bisection), and what is left of the budget is spent on single values. The best division wins. A Lagrangian
+bound over the whole forward says how far from the best any plan could be.
 """
 
 from __future__ import annotations

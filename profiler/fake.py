@@ -1,8 +1,7 @@
 """Copies of a workload that a profile may run without leaving a trace on the user's objects.
 
 A fake copy holds fake tensors: nothing is allocated. A real copy clones. Both are made by `copy.deepcopy`, so Python
-state
-(counters, caches, tied weights) is the copy's own; hooks are rebuilt with copies of what they close over.
+state (counters, caches, tied weights) is the copy's own; hooks are rebuilt with copies of what they close over.
 """
 
 from __future__ import annotations

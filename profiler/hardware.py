@@ -1,8 +1,7 @@
 """How fast a device is: numbers for a roofline, where ops have not been measured.
 
 A roofline does not forecast a step to the percent; it ranks ops by cost, which is what a plan needs. `memopt.profile`
-with
-mode="run" measures each op instead.
+with mode="run" measures each op instead.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ _TRANSCENDENTAL = frozenset(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """Peak rates of one device. `launch_s` is the fixed cost of one op, `replay_s` that of replaying one op from
-    Python,
-    `record_s` that of an op which passes the tape's dispatch mode in the forward."""
+    Python, `record_s` that of an op which passes the tape's dispatch mode in the forward."""
 
     name: str
     flops_per_s: float

@@ -1,10 +1,8 @@
 """Run something in a forked child and bring back only its result: no trace of it stays in this process.
 
 [Note: Why a fork] A fake step runs the user's forward. Deep copies keep its tensors and modules apart, but a forward
-may also
-take from an iterator, count in a global, fill a cache or append to a list that a hook closes over. A child has all of
-that
-by copy-on-write, and takes its changes with it.
+may also take from an iterator, count in a global, fill a cache or append to a list that a hook closes over. A child has
+all of that by copy-on-write, and takes its changes with it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """What one training step does: a frozen record of its ops, the lifetimes of its storages and its saved tensors.
 
 A `Profile` holds names, numbers and enums only. It is made by `memopt.profile`, saved as JSON, and read by the
-policies,
-which need neither torch nor a device. All moments are event indices: a clock that ticks at each op, allocation,
-release,
-pack and unpack of the profiled step. Bytes are allocated bytes (rounded as the target's allocator rounds them).
+policies, which need neither torch nor a device. All moments are event indices: a clock that ticks at each op,
+allocation, release, pack and unpack of the profiled step. Bytes are allocated bytes (rounded as the target's allocator
+rounds them).
 """
 
 from __future__ import annotations

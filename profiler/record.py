@@ -1,10 +1,9 @@
 """Record one training step into a `Profile`: each op, each storage's lifetime, each saved tensor.
 
 A `TorchDispatchMode` sees the ops, weak references tell when storages die, and saved-tensor hooks take the place of
-what
-autograd keeps: the recorder holds geometry only, so that a storage's death is the death of its last *other* holder.
-What
-the plain step would keep follows from the saved tensors; what a plan keeps instead is for the policies to work out.
+what autograd keeps: the recorder holds geometry only, so that a storage's death is the death of its last *other*
+holder. What the plain step would keep follows from the saved tensors; what a plan keeps instead is for the policies to
+work out.
 """
 
 from __future__ import annotations

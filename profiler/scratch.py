@@ -1,8 +1,7 @@
 """Bytes that CPU kernels allocate for themselves while they run: no op of the step shows them, the allocator does.
 
 The rules were fitted to the allocator's own events on torch 2.13 and hold for its default build (oneDNN); a test
-compares
-them with the allocator of the machine it runs on.
+compares them with the allocator of the machine it runs on.
 """
 
 from __future__ import annotations

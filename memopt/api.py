@@ -10,11 +10,13 @@ import psutil
 import torch
 
 from memopt.errors import FakeStepError, UnsupportedError
+from memopt.policies.offload import OffloadSolver
 from memopt.policies.plan import Plan
 from memopt.policies.solve import Progress, Solver, least_peak_bytes
 from memopt.profiler.hardware import CATALOGUE, Hardware, hardware_named
 from memopt.profiler.profile import Profile
 from memopt.profiler.step import profile_step
+from memopt.state import check_room
 from memopt.units import parse_budget
 from memopt.workload import Workload, own_loss
 
@@ -23,7 +25,7 @@ logger = logging.getLogger("memopt")
 Budget = int | str | Callable[[Profile], int]
 
 LEVERS = frozenset({"recompute", "offload", "shard", "quantize"})
-AVAILABLE = frozenset({"recompute"})
+AVAILABLE = frozenset({"recompute", "offload"})
 
 # Small scratch that no rule covers (threads' partial sums and the like): room for it is part of every forecast.
 SCRATCH_SHARE = 0.002
@@ -95,22 +97,33 @@ def plan(
     Args:
         budget: bytes; a text such as "24GiB" or "24GB"; "80%" of `device_bytes`; "min" for the least that can be
             reached; or a function from the profile to bytes.
-        allow: levers that may be used, by default all that keep the numbers exact.
+        allow: levers that may be used, by default all that keep the numbers exact and can be used here: "recompute",
+            and "offload" if `nvme` is given.
+        nvme: directory on a disk for model state that is offloaded; made if it is not there.
+        host_budget: bytes of host memory for offload. On a CPU the host is the device, and `budget` holds for it.
         device_bytes: memory of the target device, for a percentage; by default that of the device here, or the
             catalogue's.
         progress: called with a line of text now and then.
 
-    Raises InfeasibleBudgetError if no plan fits, ValueError for a budget or lever that is not understood.
+    Raises InfeasibleBudgetError if no plan fits, ValueError for a budget or lever that is not understood, StoreError if
+    the disk has too little room.
     """
-    allow = None if allow is None else {allow} if isinstance(allow, str) else set(allow)
-    check_levers(allow, nvme, host_budget)
+    levers = check_levers(allow, nvme, host_budget)
+    if nvme is not None and profile.device != "cpu":
+        raise UnsupportedError(f"offload from {profile.device}", "this version offloads from the CPU's memory only")
+    is_min = isinstance(budget, str) and budget.strip().lower() == "min"
+    if nvme is not None and "offload" in levers:
+        hardware = CATALOGUE.get(profile.hardware, CATALOGUE["cpu"])
+        offload = OffloadSolver(profile, hardware, "recompute" in levers, progress)
+        made = offload.solve(offload.least_bytes() if is_min else budget_in_bytes(profile, budget, device_bytes), nvme)
+        check_room(nvme, made.forecast.store_bytes)
+        return made
     solver = Solver(profile, progress)
-    if isinstance(budget, str) and budget.strip().lower() == "min":
-        may_recompute = allow is None or "recompute" in allow
-        budget_bytes = solver.peak_bytes(solver.least().outcome if may_recompute else solver.plain)
+    if is_min:
+        budget_bytes = solver.peak_bytes(solver.least().outcome if "recompute" in levers else solver.plain)
     else:
         budget_bytes = budget_in_bytes(profile, budget, device_bytes)
-    if allow is not None and "recompute" not in allow:
+    if "recompute" not in levers:
         return solver.solve_without_recompute(budget_bytes)
     return solver.solve(budget_bytes)
 
@@ -130,14 +143,22 @@ def _device_bytes(profile: Profile) -> int | None:
     return CATALOGUE[profile.hardware].memory_bytes or None
 
 
-def check_levers(allow: Iterable[str] | None, nvme: str | None, host_budget: int | str | None) -> None:
-    """Raise for levers that do not exist, or that this version can't follow."""
-    asked = {allow} if isinstance(allow, str) else set(allow if allow is not None else ())
-    if unknown := asked - LEVERS:
+def check_levers(allow: Iterable[str] | None, nvme: str | None, host_budget: int | str | None) -> frozenset[str]:
+    """The levers that may be used. Raises for those that do not exist, or that this version can't follow."""
+    asked = None if allow is None else frozenset([allow] if isinstance(allow, str) else allow)
+    if unknown := (asked or frozenset()) - LEVERS:
         raise ValueError(f"unknown levers {sorted(unknown)}; known: {sorted(LEVERS)}")
-    if missing := asked - AVAILABLE:
+    if missing := (asked or frozenset()) - AVAILABLE:
         raise UnsupportedError(
-            f"allow={sorted(asked)}", f"{sorted(missing)} can't be applied by this version; it has {sorted(AVAILABLE)}"
+            f"allow={sorted(asked or ())}",
+            f"{sorted(missing)} can't be applied by this version; it has {sorted(AVAILABLE)}",
         )
-    if nvme is not None or host_budget is not None:
-        raise UnsupportedError("nvme= and host_budget=", "offload can't be applied by this version")
+    if asked is not None and "offload" in asked and nvme is None:
+        raise ValueError('allow={"offload"} needs a directory on a disk: give nvme="/path"')
+    if asked is not None and "offload" not in asked and nvme is not None:
+        raise ValueError(f'nvme={nvme!r} is for offload, which allow={sorted(asked)} leaves out: add "offload"')
+    if host_budget is not None:
+        parse_budget(host_budget, int(psutil.virtual_memory().total))
+        if nvme is None:
+            raise ValueError("host_budget= is for offload: give nvme= too")
+    return asked if asked is not None else AVAILABLE

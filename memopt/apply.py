@@ -53,13 +53,14 @@ class Attachment:
         inputs = tensors_of((args, kwargs))
         self.session.note_forward(time.perf_counter(), inputs)
         plan = self.planner(model, args, kwargs)
-        if plan is not None and plan.is_plain:
+        state = self.session.follow(plan)
+        if plan is not None and not plan.drops and (state is None or state.parameters is None):
             return inner(*args, **kwargs)
         decisions = self._decisions(plan)
         if not self._paths:
             self._paths = paths_of(model)
         boundaries = _blocks_of(model) if plan is None else frozenset()
-        with Recording(decisions, self._paths, boundaries, inputs):
+        with Recording(decisions, self._paths, boundaries, inputs, state.parameters if state is not None else None):
             return inner(*args, **kwargs)
 
     def _decisions(self, plan: Plan | None) -> Decisions | None:
@@ -186,7 +187,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     """Make the model train under the plan, in place. The returned session is also a context manager that undoes it.
 
     With a plan that has nothing to do, nothing is installed. Raises UnsupportedError for a model that carries memopt
-    already.
+    already or an optimizer that can't be stepped in buckets, StoreError if the plan's disk can't be used.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"apply takes a Plan first, not {type(plan).__name__}; memopt.plan(profile, budget) makes one")
@@ -196,6 +197,11 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     session.plan = plan
     if not plan.is_plain:
         attach(model, fixed(plan), session)
+        try:
+            session.follow(plan)
+        except BaseException:
+            session.remove()
+            raise
     elif attachment_of(model) is not None:
         raise UnsupportedError(type(model).__name__, "memopt is on this model already; call session.remove() first")
     return session

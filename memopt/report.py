@@ -31,6 +31,7 @@ _LABELS = {
     "activation": "activations",
     "recomputed": "activations, recomputed",
     "temporary": "temporaries",
+    "staging buffer": "staging buffers",
     "input": "inputs",
     "kernel scratch": "kernel scratch",
 }

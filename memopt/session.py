@@ -7,7 +7,7 @@ import logging
 import statistics
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memopt.policies.plan import Plan
+from memopt.state import OffloadedState, key_of
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Session:
         self._remove = remove
         self.profile: Profile | None = None
         self.plan: Plan | None = None
+        self.state: OffloadedState | None = None  # what of the model's state is on a store
         self.notes: list[str] = []
         self._forwards: deque[float] = deque(maxlen=32)
         self._peak_bytes: int | None = None
@@ -59,6 +61,23 @@ class Session:
         if model is not None and not self.is_removed:
             self._remove(model)
         self.is_removed = True
+        state, self.state = self.state, None
+        if state is not None:
+            state.remove()
+
+    def follow(self, plan: Plan | None) -> OffloadedState | None:
+        """A training forward begins under `plan` (None: without one): put model state where the plan wants it."""
+        model = self._model()
+        assert model is not None, "a model that runs is there"
+        if plan is not None and (self.state is None or self.state.key != key_of(plan, self.optimizer)):
+            state, self.state = self.state, None
+            if state is not None:
+                state.remove()
+            if plan.away:
+                self.state = OffloadedState(plan, model, self.optimizer, self.note)
+        if self.state is not None:
+            self.state.begin_step()
+        return self.state
 
     def __enter__(self) -> Session:
         return self
@@ -108,8 +127,13 @@ class Session:
             return result
         from torch.profiler import ProfilerActivity, profile
 
-        before = _held_bytes(model, self.optimizer) + self._input_bytes()
-        gradients = [weakref.ref(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None]
+        away = {t.mapped.data_ptr() for t in self.state.items()} if self.state is not None else set()
+        before = _held_bytes(model, self.optimizer, away) + self._input_bytes()
+        gradients = [
+            weakref.ref(p.grad.untyped_storage())
+            for p in model.parameters()
+            if p.grad is not None and p.grad.data_ptr() not in away
+        ]
         sizes = [storage.nbytes() for ref in gradients if (storage := ref()) is not None]
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             result = step()
@@ -144,11 +168,7 @@ class Session:
             lines.append("memopt: no plan yet: it is made at the first training forward")
         else:
             f = plan.forecast
-            decided = (
-                "nothing to do, the plain step fits"
-                if plan.is_plain
-                else f"recompute {len(plan.drops)} ops, proven within {100 * plan.gap:.1f}% of the best step time"
-            )
+            decided = "nothing to do, the plain step fits" if plan.is_plain else _decided(plan)
             lines += [
                 f"memopt: budget {format_bytes(plan.budget_bytes)} ({plan.budget_bytes} B): {decided}",
                 f"  forecast peak {format_bytes(f.peak_bytes)} (plain {format_bytes(f.plain_peak_bytes)}) "
@@ -163,22 +183,37 @@ class Session:
         return "\n".join(lines)
 
 
+def _decided(plan: Plan) -> str:
+    parts = []
+    if plan.drops:
+        parts.append(f"recompute {len(plan.drops)} ops, within {100 * plan.gap:.1f}% of the best step time")
+    if plan.away:
+        counts = {
+            "parameters": sum(a.parameter for a in plan.away),
+            "gradients": sum(a.gradient for a in plan.away),
+            "optimizer states": sum(a.states for a in plan.away),
+        }
+        f = plan.forecast
+        away = ", ".join(f"{name} of {num}" for name, num in counts.items() if num)
+        parts.append(
+            f"{format_bytes(f.store_bytes)} of state on {plan.nvme} ({away} parameters); each step reads "
+            f"{format_bytes(f.read_bytes)} and writes {format_bytes(f.written_bytes)}"
+        )
+    return "; ".join(parts)
+
+
 def _is_on_cuda(model: nn.Module) -> bool:
     return any(p.device.type == "cuda" for p in model.parameters())
 
 
-def _held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of the storages of parameters, buffers, gradients and optimizer states, each once."""
+def _held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, away: Set[int]) -> int:
+    """Bytes of the storages of parameters, buffers, gradients and optimizer states, each once; not those at `away`."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     if optimizer is not None:
         tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    return _storage_bytes(tensors)
-
-
-def _storage_bytes(tensors: list[torch.Tensor]) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if _is_dense(t)}
-    return sum(storages.values())
+    return sum(num_bytes for start, num_bytes in storages.items() if start not in away)
 
 
 def _is_dense(t: torch.Tensor) -> bool:

@@ -38,6 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.errors import ReplayError
 from memopt.flags import Flags, backend_flags, under_flags
+from memopt.offload.parameters import OffloadedParameters
+from memopt.offload.residency import Offloaded
 from memopt.profiler.frames import ModuleFrames
 from memopt.profiler.ops import (
     OpFacts,
@@ -94,26 +96,30 @@ class Value:
 class Source:
     """A kept tensor that nodes read: see [Note: Sources]."""
 
-    __slots__ = ("__weakref__", "sample", "tensor", "version")
+    __slots__ = ("__weakref__", "item", "parameters", "sample", "tensor", "version")
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self.tensor, self.version = _alias(x), x._version
+    def __init__(self, x: torch.Tensor, parameters: OffloadedParameters | None, item: Offloaded | None) -> None:
+        # Of an offloaded parameter the object itself is held: an alias would hold its memory.
+        self.parameters, self.item = parameters, item
+        self.tensor, self.version = _alias(x) if item is None else item.tensor, x._version
         # A write through `p.data` moves no version counter. Where a look costs no synchronisation, a few elements of
         # each parameter tell whether somebody scaled, averaged or swapped it.
-        self.sample = _sampled(self.tensor).clone() if x.is_leaf and x.requires_grad and x.is_cpu else None
+        self.sample = _sampled(self.tensor.detach()).clone() if x.is_leaf and x.requires_grad and x.is_cpu else None
 
     def check(self, op: OpOverload) -> None:
         """Raise ReplayError if the content is not what the forward read."""
         t = self.tensor
+        if self.item is not None and self.parameters is not None:
+            self.parameters.reload(self.item)
         if t._version != self.version:
             raise ReplayError(str(op), t.shape, f"it is at version {t._version}, expected version {self.version}")
         if t.untyped_storage().nbytes() == 0 and t.numel() > 0:
             raise ReplayError(str(op), t.shape, "its storage is empty")
-        if self.sample is not None and not _equal_bits(_sampled(t), self.sample):
+        if self.sample is not None and not _equal_bits(_sampled(t.detach()), self.sample):
             raise ReplayError(str(op), t.shape, "its values changed behind the version counter (by `.data`?)")
 
     def copy_before_write(self) -> None:
-        t = self.tensor
+        t, self.item = self.tensor.detach(), None
         own = t.untyped_storage().clone()
         self.tensor = torch.empty(0, dtype=t.dtype, device=t.device).set_(own, t.storage_offset(), t.size(), t.stride())
         self.version, self.sample = self.tensor._version, None
@@ -140,11 +146,15 @@ def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 class View:
     """An input of a node: geometry over a dropped value, or over a source."""
 
-    __slots__ = ("dtype", "offset", "owner", "size", "stride")
+    __slots__ = ("dtype", "is_relative", "offset", "owner", "size", "stride")
 
     def __init__(self, owner: Value | Source, t: torch.Tensor) -> None:
         self.owner = owner
         self.dtype, self.size, self.stride, self.offset = t.dtype, t.size(), t.stride(), t.storage_offset()
+        self.is_relative = isinstance(owner, Source) and owner.item is not None
+        if self.is_relative:
+            assert isinstance(owner, Source)
+            self.offset -= owner.tensor.storage_offset()
 
     def tensor(self, op: OpOverload) -> torch.Tensor:
         owner = self.owner
@@ -154,6 +164,8 @@ class View:
         else:
             owner.check(op)
             base = owner.tensor
+            if self.is_relative:
+                return _over_parameter(base, self)
         return _over(base, self)
 
 
@@ -170,6 +182,12 @@ def _over(base: torch.Tensor, geometry: View | Dropped) -> torch.Tensor:
     if base.dtype is g.dtype:
         return base.as_strided(g.size, g.stride, g.offset)
     return torch.empty(0, dtype=g.dtype, device=base.device).set_(base.untyped_storage(), g.offset, g.size, g.stride)
+
+
+def _over_parameter(p: torch.Tensor, geometry: View | OfParameter) -> torch.Tensor:
+    """A tensor of the given geometry, whose offset counts from where `p` begins now, over the memory of `p`."""
+    g = geometry
+    return p.detach().as_strided(g.size, g.stride, p.storage_offset() + g.offset)
 
 
 class Node:
@@ -291,6 +309,31 @@ def _replay(target: Value) -> None:
             value.released()
 
 
+class OfParameter:
+    """What autograd holds in place of a saved tensor over an offloaded parameter: its geometry alone."""
+
+    __slots__ = ("dtype", "item", "offset", "parameters", "size", "stride", "version")
+
+    def __init__(self, parameters: OffloadedParameters, item: Offloaded, t: torch.Tensor) -> None:
+        self.parameters, self.item, self.version = parameters, item, t._version
+        self.dtype, self.size, self.stride = t.dtype, t.size(), t.stride()
+        self.offset = t.storage_offset() - item.tensor.storage_offset()
+
+    def tensor(self) -> torch.Tensor:
+        """The saved tensor, over the reloaded parameter. Raises as autograd does if it was written since."""
+        p = self.item.tensor
+        if p._version != self.version:
+            raise _written_since(self.dtype, self.size, p._version, self.version)
+        was_replaying = getattr(_thread, "replaying", False)
+        _thread.replaying = True  # backward may run inside a recorded forward
+        try:
+            self.parameters.reload(self.item)
+            with torch._C._AutoDispatchBelowAutograd():
+                return _over_parameter(p, self)
+        finally:
+            _thread.replaying = was_replaying
+
+
 class Recording(TorchDispatchMode):
     """One forward under a plan: context in which ops are recorded and saved tensors dropped.
 
@@ -299,6 +342,7 @@ class Recording(TorchDispatchMode):
         paths: dotted name of each module, by identity.
         boundaries: modules, by identity, whose outputs are kept whatever the decisions are: replays end there.
         inputs: the caller's tensors. What is made from them directly is kept: loaders fill them again, unseen.
+        parameters: those that are offloaded; they are reloaded before an op reads them.
     """
 
     supports_higher_order_operators = True
@@ -309,11 +353,13 @@ class Recording(TorchDispatchMode):
         paths: dict[int, str],
         boundaries: Set[int] = frozenset(),
         inputs: Iterable[torch.Tensor] = (),
+        parameters: OffloadedParameters | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drops_all = decisions is None
         self.frames = ModuleFrames(paths, dict(decisions or {}))
         self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None  # there while the forward runs
+        self.parameters = parameters
         self.boundaries = boundaries
         if boundaries:
             self.frames.on_exit = self._keep_output
@@ -362,6 +408,8 @@ class Recording(TorchDispatchMode):
         if getattr(_thread, "replaying", False):
             return func(*args, **kwargs)
         facts = facts_of(func)
+        if self.parameters is not None:
+            self._reload(facts, args, kwargs)
         if facts.is_mutable or facts.hidden:
             return self._write(func, facts, args, kwargs)
         out = func(*args, **kwargs)
@@ -375,6 +423,16 @@ class Recording(TorchDispatchMode):
         if self.drops_all:
             self._note_made(flat_tensors(args), flat_tensors((out,)))
         return out
+
+    def _reload(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
+        assert self.parameters is not None
+        for t in flat_tensors(args) + flat_tensors(kwargs.values()):
+            if type(t) is nn.Parameter:
+                self.parameters.use(t)
+        if facts.is_mutable or facts.hidden:
+            for t in written_tensors(facts, args, kwargs):
+                if _is_plain(t):
+                    self.parameters.changed(t.untyped_storage()._cdata)
 
     def _escape(self, key: int) -> None:
         """Keep a value from here on, and what of it was saved before if somebody else still holds it."""
@@ -488,7 +546,8 @@ class Recording(TorchDispatchMode):
                 return View(value, x)
             source = value.source() if value.source is not None else None
             if source is None:
-                source = Source(x)
+                item = self.parameters.item_of(x) if self.parameters is not None else None
+                source = Source(x, self.parameters, item)
                 value.source = weakref.ref(source)
             return View(source, x)
         if isinstance(x, list | tuple):
@@ -504,6 +563,8 @@ class Recording(TorchDispatchMode):
     def pack(self, t: torch.Tensor) -> Any:
         """Saved-tensor hook: a dropped value's tensor becomes a handle, any other stays, with its version."""
         if _is_referable(t):
+            if self.parameters is not None and (item := self.parameters.item_of(t)) is not None:
+                return OfParameter(self.parameters, item, t)
             value = self.values.get(t.untyped_storage()._cdata)
             if (
                 value is not None
@@ -536,8 +597,8 @@ class Recording(TorchDispatchMode):
 
 def unpack(packed: Any) -> torch.Tensor:
     """Saved-tensor hook: give back what `Recording.pack` took. Raises as autograd does if it was written since."""
-    if type(packed) is Dropped:
-        return packed.tensor()
+    if type(packed) is Dropped or type(packed) is OfParameter:
+        return packed.tensor()  # type: ignore[no-any-return]
     if type(packed) is tuple:
         t, version = packed
         if t._version != version:

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from memopt.api import Budget, check_levers, plan, with_peak
 from memopt.apply import attach, attachment_of, detach
-from memopt.errors import InfeasibleBudgetError, UnsupportedError
+from memopt.errors import InfeasibleBudgetError, StoreError, UnsupportedError
+from memopt.offload.optimizer import why_not_bucketed
 from memopt.policies.plan import Plan
 from memopt.policies.solve import least_peak_bytes
 from memopt.profiler.profile import Profile
@@ -53,15 +54,22 @@ class _Case:
 class LazyPlanner:
     """Plans at a training forward whose inputs no earlier plan serves, from the real inputs, by a fake profile."""
 
-    def __init__(self, session: Session, budget: Budget, allow: Iterable[str] | None) -> None:
-        self.session, self.budget = session, budget
-        self.allow = None if allow is None else frozenset([allow] if isinstance(allow, str) else allow)
+    def __init__(
+        self,
+        session: Session,
+        budget: Budget,
+        allow: Iterable[str] | None,
+        nvme: str | None,
+        host_budget: int | str | None,
+    ) -> None:
+        self.session, self.budget, self.nvme, self.host_budget = session, budget, nvme, host_budget
+        self.asked, self.allow = allow, check_levers(allow, nvme, host_budget)
         self.cases: list[_Case] = []
         self.is_planning = False
 
     def for_copy(self, session: Session) -> LazyPlanner:
         """For a deepcopy of the model: the same settings, nothing planned."""
-        return LazyPlanner(session, self.budget, self.allow)
+        return LazyPlanner(session, self.budget, self.asked, self.nvme, self.host_budget)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         case = _case_of(model, args, kwargs)
@@ -79,8 +87,8 @@ class LazyPlanner:
         assert attachment is not None
         try:
             profile = self._profile(model, args, kwargs, case)
-            made = plan(profile, self.budget, self.allow)
-        except InfeasibleBudgetError:
+            made = self._planned(profile)
+        except (InfeasibleBudgetError, StoreError):
             raise
         except Exception as e:
             note = f"no plan for {type(model).__name__}: {_first_line(e)}. Everything that can be is recomputed."
@@ -91,6 +99,15 @@ class LazyPlanner:
         session.profile, session.plan = profile, replace(made, input_shapes=case.shapes)
         logger.info("%s", session.report())
         return session.plan
+
+    def _planned(self, profile: Profile) -> Plan:
+        optimizer = self.session.optimizer
+        if self.nvme is None:
+            return plan(profile, self.budget, self.allow - {"offload"})
+        if optimizer is not None and (reason := why_not_bucketed(optimizer)) is not None:
+            self.session.note(f"nothing is offloaded: {type(optimizer).__name__} can't be stepped in buckets: {reason}")
+            return plan(profile, self.budget, self.allow - {"offload"})
+        return plan(profile, self.budget, self.allow, nvme=self.nvme, host_budget=self.host_budget)
 
     def _profile(self, model: nn.Module, args: Any, kwargs: Any, case: _Case) -> Profile:
         has_gradients = bool(case.others[-1])
@@ -191,12 +208,13 @@ def wrap_model(
         if model is not None:
             raise ValueError('wrap_model takes a module, or as a decorator a budget: @memopt.wrap_model(budget="6GiB")')
         budget = _check(budget, allow, nvme, host_budget)
-        return functools.partial(_decorated, budget=budget, allow=allow)
+        wrap = functools.partial(wrap_model, budget=budget, allow=allow, nvme=nvme, host_budget=host_budget)
+        return functools.partial(_decorated, wrap=wrap)
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap_model takes a torch.nn.Module, not {type(model).__name__}")
     budget = _check(budget, allow, nvme, host_budget)
     session = Session(model, None, detach)
-    attach(model, LazyPlanner(session, budget, allow), session)
+    attach(model, LazyPlanner(session, budget, allow, nvme, host_budget), session)
     return model
 
 
@@ -212,7 +230,7 @@ def _check(
     return budget
 
 
-def _decorated(target: Callable[..., Any], *, budget: Budget, allow: Iterable[str] | None) -> Callable[..., Any]:
+def _decorated(target: Callable[..., Any], *, wrap: Callable[[Any], Any]) -> Callable[..., Any]:
     if inspect.isclass(target):
         if not issubclass(target, nn.Module):
             raise ValueError(f"@wrap_model decorates a torch.nn.Module class or a factory, not {target.__name__}")
@@ -222,14 +240,14 @@ def _decorated(target: Callable[..., Any], *, budget: Budget, allow: Iterable[st
         def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             if type(self) is target:  # a subclass is wrapped where it is decorated itself
-                wrap_model(self, budget=budget, allow=allow)
+                wrap(self)
 
         target.__init__ = __init__  # type: ignore[method-assign]
         return target
 
     @functools.wraps(target)
     def factory(*args: Any, **kwargs: Any) -> Any:
-        return wrap_model(target(*args, **kwargs), budget=budget, allow=allow)
+        return wrap(target(*args, **kwargs))
 
     return factory
 

@@ -1,4 +1,4 @@
-"""A plan: which op outputs are dropped and made again in backward, and what that will cost. Data only."""
+"""A plan: what is dropped and made again in backward, what is away between uses, and what that costs. Data only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from memopt.profiler.profile import OpKey
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,16 @@ class Drop:
 
     key: OpKey
     positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """What of one parameter is on the store between uses: its values, its gradient, its optimizer states."""
+
+    name: str
+    parameter: bool
+    gradient: bool
+    states: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +41,11 @@ class Forecast:
     recompute_s: float  # of step_s: replayed ops and the tape's bookkeeping
     peak_at: str  # module and phase of the peak
     breakdown: dict[str, int] = field(default_factory=dict)  # bytes at the peak by kind
+    store_bytes: int = 0  # on the disk
+    read_bytes: int = 0  # from the disk in a step
+    written_bytes: int = 0
+    lane_s: float = 0.0  # that the disk is busy in a step
+    stalls_s: dict[str, float] = field(default_factory=dict)  # of step_s: waiting for the disk, by phase
 
     @property
     def slowdown(self) -> float:
@@ -47,13 +62,18 @@ class Plan:
     forecast: Forecast
     gap: float
     levers: tuple[str, ...]
+    away: tuple[Away, ...] = ()
+    window_bytes: int = 0  # for parameters that are resident at a time
+    gradient_window_bytes: int = 0  # for gradients whose writes are under way
+    bucket_bytes: int = 0  # that a bucket of the optimizer's step brings in
+    nvme: str | None = None  # directory of the store
     input_shapes: tuple[tuple[int, ...], ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Nothing to do: the plain step fits."""
-        return not self.drops
+        return not self.drops and not self.away
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON to `path`."""
@@ -74,6 +94,11 @@ class Plan:
             "forecast": {name: getattr(f, name) for name in Forecast.__dataclass_fields__},
             "gap": self.gap,
             "levers": list(self.levers),
+            "away": [[a.name, a.parameter, a.gradient, a.states] for a in self.away],
+            "window_bytes": self.window_bytes,
+            "gradient_window_bytes": self.gradient_window_bytes,
+            "bucket_bytes": self.bucket_bytes,
+            "nvme": self.nvme,
             "input_shapes": [list(s) for s in self.input_shapes],
             "notes": list(self.notes),
         }
@@ -91,6 +116,11 @@ class Plan:
             forecast=Forecast(**data["forecast"]),
             gap=data["gap"],
             levers=tuple(data["levers"]),
+            away=tuple(Away(*a) for a in data["away"]),
+            window_bytes=data["window_bytes"],
+            gradient_window_bytes=data["gradient_window_bytes"],
+            bucket_bytes=data["bucket_bytes"],
+            nvme=data["nvme"],
             input_shapes=tuple(tuple(s) for s in data["input_shapes"]),
             notes=tuple(data["notes"]),
         )

@@ -42,20 +42,24 @@ class _Step:
 class Solver:
     """Plans for one profile; divisions and hulls are worked out once and serve every budget."""
 
-    def __init__(self, profile: Profile, progress: Progress | None = None) -> None:
+    def __init__(self, profile: Profile, progress: Progress | None = None, like: Solver | None = None) -> None:
+        """`like` solves the same ops with other lifetimes of the model's state: what follows from the ops is shared."""
         self.profile = profile
         self.simulator = Simulator(profile)
-        self.graph = ForwardGraph(profile, self.simulator)
+        self.graph = like.graph if like is not None else ForwardGraph(profile, self.simulator)
         self.scratch_bytes = profile.scratch_bytes
         self.plain = self.simulator.run(_NOTHING)
         self._progress = progress or (lambda text: None)
-        self._prices = self.graph.prices()
+        self._prices = like._prices if like is not None else self.graph.prices()
         self._least: _Found | None = None
+        self._like = like
         self._divisions: list[list[Segment]] | None = None
         self._outcomes: dict[frozenset[int], Outcome] = {_NOTHING: self.plain}
 
     @property
     def divisions(self) -> list[list[Segment]]:
+        if self._divisions is None and self._like is not None:
+            self._divisions = self._like.divisions
         if self._divisions is None:
             self._progress("pricing activations")
             self._divisions = [

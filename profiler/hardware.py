@@ -57,6 +57,18 @@ class Hardware:
     record_s: float
     replay_s: float
     memory_bytes: int = 0
+    # The disk that a server of this kind has; `memopt calibrate` measures the one that is there.
+    disk_read_bytes_per_s: float = 1.8e9
+    disk_write_bytes_per_s: float = 2.2e9
+    disk_mixed_bytes_per_s: float = 2.2e9  # reads and writes at once, in total
+
+    def disk_s(self, read_bytes: int, written_bytes: int) -> float:
+        """Seconds that the disk needs to read and write at the same time."""
+        return max(
+            read_bytes / self.disk_read_bytes_per_s,
+            written_bytes / self.disk_write_bytes_per_s,
+            (read_bytes + written_bytes) / self.disk_mixed_bytes_per_s,
+        )
 
     def op_s(self, name: str, flops: int, moved_bytes: int, output_bytes: int) -> float:
         """Seconds of one op by roofline: the longer of computing and moving, and its launch.

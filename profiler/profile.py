@@ -37,6 +37,7 @@ class Kind(Enum):
     OPTIMIZER_STATE = "optimizer state"
     ACTIVATION = "activation"
     TEMPORARY = "temporary"
+    STAGING = "staging buffer"  # only in a profile that a placement has rewritten
 
 
 @dataclass(frozen=True, slots=True)

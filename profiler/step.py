@@ -145,14 +145,20 @@ def _give(
     for t in torch.utils._pytree.tree_leaves((args, kwargs)):
         if isinstance(t, torch.Tensor):
             recorder.give(t, Kind.INPUT, "input")
-    for t in _states_of(optimizer):
-        recorder.give(t, Kind.OPTIMIZER_STATE, "")
+    for name, t in _states_of(model, optimizer):
+        recorder.give(t, Kind.OPTIMIZER_STATE, name)
 
 
-def _states_of(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, torch.Tensor]]:
+    """The optimizer's state tensors, each with the name of its parameter ("" for what belongs to none)."""
     if optimizer is None:
         return []
-    return [t for state in optimizer.state.values() for t in tensors_in(list(state.values()))]
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [
+        (names.get(id(p), ""), t)
+        for p, state in optimizer.state.items()
+        for t in tensors_in(list(state.values()) if isinstance(state, dict) else [state])
+    ]
 
 
 def _step(
@@ -202,10 +208,10 @@ def _name_what_stays(recorder: Recorder, model: nn.Module, optimizer: torch.opti
         if p.grad is not None and (value := recorder.value_of(p.grad)) is not None:
             storage = recorder.storages[recorder.values[value].storage]
             storage.kind, storage.module = Kind.GRADIENT, name
-    for t in _states_of(optimizer):
+    for name, t in _states_of(model, optimizer):
         if (value := recorder.value_of(t)) is not None:
             storage = recorder.storages[recorder.values[value].storage]
-            storage.kind, storage.birth = Kind.OPTIMIZER_STATE, 0
+            storage.kind, storage.birth, storage.module = Kind.OPTIMIZER_STATE, 0, name
 
 
 def _line_of(e: BaseException) -> str:

@@ -1,0 +1,97 @@
+"""The part of a plan that is about model state: parameters, gradients and optimizer states that are away between uses."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from memopt.errors import StoreError, UnsupportedError
+from memopt.offload.gradients import OffloadedGradients
+from memopt.offload.nvme import NVMeStore, free_bytes
+from memopt.offload.optimizer import BucketedOptimizer, why_not_bucketed
+from memopt.offload.parameters import OffloadedParameters
+from memopt.offload.residency import Offloaded
+from memopt.offload.run_directory import RunDirectory
+from memopt.policies.plan import Plan
+
+
+class OffloadedState:
+    """Model state on a store, as a plan says. `remove` brings all of it back.
+
+    Raises StoreError if the directory can't be used or has too little room, UnsupportedError for an optimizer that can't
+    be stepped in buckets.
+    """
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, note: Callable[[str], None]
+    ) -> None:
+        assert plan.nvme is not None and plan.away, "there is something to offload"
+        if optimizer is not None and (reason := why_not_bucketed(optimizer)) is not None:
+            raise UnsupportedError(type(optimizer).__name__, reason)
+        self.key = key_of(plan, optimizer)
+        check_room(plan.nvme, plan.forecast.store_bytes)
+        named = dict(model.named_parameters())
+        away = [(named[a.name], a) for a in plan.away if a.name in named]
+        self.directory = RunDirectory(plan.nvme)
+        self.store = NVMeStore(self.directory.path)
+        self.parameters: OffloadedParameters | None = None
+        self.gradients: OffloadedGradients | None = None
+        self.optimizer: BucketedOptimizer | None = None
+        try:
+            if chosen := [p for p, a in away if a.parameter]:
+                self.parameters = OffloadedParameters(chosen, self.store, plan.window_bytes, note)
+            if chosen := [p for p, a in away if a.gradient]:
+                self.gradients = OffloadedGradients(chosen, self.store, plan.gradient_window_bytes, note)
+            if optimizer is not None:
+                states = {id(p) for p, a in away if a.states}
+                self.optimizer = BucketedOptimizer(
+                    optimizer, states, self.store, plan.bucket_bytes, self.parameters, self.gradients, note
+                )
+                self.optimizer.install()
+        except BaseException:
+            self.remove()
+            raise
+
+    def begin_step(self) -> None:
+        """A training forward begins."""
+        if self.parameters is not None:
+            self.parameters.begin_step()
+        if self.gradients is not None:
+            self.gradients.begin_step()
+
+    def items(self) -> Iterator[Offloaded]:
+        """All tensors that have a place on the store now."""
+        for part in (self.parameters, self.gradients, self.optimizer):
+            if part is not None:
+                yield from part.items.values()
+
+    def remove(self) -> None:
+        """Bring everything back into memory, take the hooks off and delete what is on the disk."""
+        try:
+            if self.optimizer is not None:
+                self.optimizer.remove()
+            if self.gradients is not None:
+                self.gradients.take_back()
+            if self.parameters is not None:
+                self.parameters.take_back()
+        finally:
+            self.store.close()
+            self.directory.close()
+
+
+def key_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> tuple[object, ...]:
+    """What of a plan an `OffloadedState` is made for: two plans with the same key share one."""
+    return (plan.away, plan.window_bytes, plan.gradient_window_bytes, plan.bucket_bytes, plan.nvme, id(optimizer))
+
+
+def check_room(nvme: str, num_bytes: int) -> None:
+    """Raise StoreError if the disk under `nvme` has less than `num_bytes` free."""
+    path = Path(nvme)
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    if free_bytes(path) < num_bytes:
+        raise StoreError(nvme, errno.ENOSPC, num_bytes)

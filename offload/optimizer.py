@@ -1,0 +1,475 @@
+"""The user's own optimizer, stepped in place bucket by bucket: read bucket i + 1 | step i | write i - 1.
+
+A torch optimizer steps the parameters in its `param_groups`. Shown one bucket at a time, the states, gradients and
+parameters of the other buckets can be on a store. Class, schedulers, hyper-parameters, hooks and `state_dict` stay what
+they were. That the results are the same is not believed but tried: `is_per_parameter` steps a few small parameters of its
+own both ways.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memopt.errors import StoreError
+from memopt.offload.gradients import OffloadedGradients
+from memopt.offload.parameters import OffloadedParameters
+from memopt.offload.residency import (
+    Buffers,
+    Offloaded,
+    bytes_of,
+    can_be_away,
+    in_file_order,
+    is_alone,
+    runs_of,
+)
+from memopt.offload.sizes import buckets_of, stored_bytes
+from memopt.offload.store import Store, Transfer
+
+ATTRIBUTE = "_memopt_step"
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Parameters that are stepped together, and the part of their state that is away."""
+
+    parameters: list[torch.Tensor]
+    num_bytes: int  # that stepping it brings into memory
+    items: list[Offloaded] = field(default_factory=list)
+    gradients: set[int] = field(default_factory=set)  # which items (by identity) are gradients
+    buffer: torch.Tensor | None = None
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+class BucketedOptimizer:
+    """An optimizer whose states live on a store, stepped in buckets. `install` and `remove` change the object itself.
+
+    Args:
+        optimizer: any torch optimizer that treats each parameter on its own: ask `why_not_bucketed` before.
+        away: the parameters (by identity) whose states are kept on the store.
+        store: where to.
+        bucket_bytes: how much of parameters, gradients and states a bucket may bring into memory.
+        parameters, gradients: those that are away too, if any.
+        note: takes a line of text about what was not followed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        away: set[int],
+        store: Store,
+        bucket_bytes: int,
+        parameters: OffloadedParameters | None,
+        gradients: OffloadedGradients | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self.optimizer, self.away, self.store, self.bucket_bytes = optimizer, away, store, bucket_bytes
+        self.parameters, self.gradients, self.note = parameters, gradients, note
+        self.items: dict[tuple[int, str], Offloaded] = {}  # states, by identity of the parameter and key
+        self._owners: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._buffers = Buffers()
+        self._buffer_bytes = 0
+        self._full: str | None = None
+        self.num_buckets = 0
+
+    # On and off the object
+
+    def install(self) -> None:
+        """Let `optimizer.step` step in buckets. States that are there already go to the store."""
+        optimizer = self.optimizer
+        self._before = optimizer.__dict__.get("step")
+        optimizer.__dict__[ATTRIBUTE] = self
+        optimizer.__dict__["step"] = types.MethodType(_step, optimizer)
+        self._load_hook = optimizer.register_load_state_dict_post_hook(_offload_loaded)
+        self.offload_states()
+
+    def remove(self) -> None:
+        """Put the object back; its states get ordinary memory again."""
+        optimizer = self.optimizer
+        if optimizer.__dict__.get(ATTRIBUTE) is not self:
+            return
+        self._load_hook.remove()
+        del optimizer.__dict__[ATTRIBUTE]
+        step = optimizer.__dict__.get("step")
+        if getattr(step, "__func__", None) is _step:
+            if self._before is not None:
+                optimizer.__dict__["step"] = self._before
+            else:
+                del optimizer.__dict__["step"]
+        # else a scheduler has wrapped ours: `_step` goes on to the class's own step when it finds no attachment
+        for item in self.items.values():
+            item.take_back()
+        self.store.release(item.extent for item in self.items.values())
+        self.items.clear()
+
+    def offload_states(self) -> None:
+        """Send all states that should be away and are in memory to the store."""
+        for bucket in self._buckets(lambda p: True):
+            self._adopt(bucket)
+        self._buffers.drop()
+
+    # The step
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """One optimizer step. Returns the closure's value, None without one."""
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        if self.parameters is not None:
+            self.parameters.settle()
+        if self.gradients is not None:
+            self.gradients.settle()
+        buckets = self._buckets(lambda p: p.grad is not None)
+        self.num_buckets = len(buckets)
+        self._buffer_bytes = max((bucket.num_bytes for bucket in buckets), default=0)
+        groups = _Groups(self.optimizer)
+        core = _core_step(self.optimizer)
+        leaving: list[_Bucket] = []
+        coming = 0  # buckets whose reads have begun
+        try:
+            for i, bucket in enumerate(buckets):
+                while coming < min(i + 2, len(buckets)):
+                    self._begin_reload(buckets[coming])
+                    coming += 1
+                self._end_reload(bucket)
+                groups.show(bucket.parameters)
+                core(self.optimizer)
+                leaving.append(bucket)
+                self._begin_offload(bucket)
+                self._adopt(bucket)
+                while len(leaving) > 1:
+                    self._end_offload(leaving.pop(0))
+        finally:
+            groups.restore()
+            for bucket in buckets[:coming]:
+                if bucket.buffer is not None:
+                    self._put_away(bucket, is_leaving=bucket in leaving)
+            self._buffers.drop()
+        return value
+
+    def _put_away(self, bucket: _Bucket, is_leaving: bool) -> None:
+        """At the end of a step, also one that raised: nothing of a bucket stays in its buffer but what can't leave."""
+        if not is_leaving and bucket.items and bucket.items[0].buffer is not None:
+            self._begin_offload(bucket)  # the step raised in it: it may be half stepped
+        self._end_offload(bucket)
+
+    def _buffer(self, num_bytes: int) -> torch.Tensor:
+        """Buffers are of one size, so that each can serve any bucket."""
+        if num_bytes > self._buffer_bytes:
+            self._buffers.drop()
+            self._buffer_bytes = num_bytes
+        return self._buffers.take(self._buffer_bytes)
+
+    def _buckets(self, is_stepped: Callable[[torch.Tensor], bool]) -> list[_Bucket]:
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"] if is_stepped(p)]
+        streamed = [self._streamed_bytes(p) for p in stepped]
+        limits = [max(n, stored_bytes(p.numel() * p.element_size())) for n, p in zip(streamed, stepped, strict=True)]
+        return [
+            _Bucket([stepped[i] for i in indices], sum(streamed[i] for i in indices))
+            for indices in buckets_of(limits, self.bucket_bytes)
+        ]
+
+    def _streamed_bytes(self, p: torch.Tensor) -> int:
+        """What stepping `p` brings into memory; before the first step its states are taken to be two of its size."""
+        own = stored_bytes(p.numel() * p.element_size())
+        num = own if self.parameters is not None and id(p) in self.parameters.items else 0
+        num += own if self.gradients is not None and id(p) in self.gradients.parameters else 0
+        if id(p) in self.away:
+            state = self.optimizer.state.get(p)
+            tensors = [t for t in state.values() if isinstance(t, torch.Tensor)] if state else []
+            num += sum(stored_bytes(t.numel() * t.element_size()) for t in tensors) if tensors else 2 * own
+        return num
+
+    def _away_items(self, bucket: _Bucket) -> list[Offloaded]:
+        found: list[Offloaded] = []
+        for p in bucket.parameters:
+            if self.parameters is not None and (item := self.parameters.items.get(id(p))) is not None and item.is_away:
+                found.append(item)
+            if self.gradients is not None and (item := self.gradients.of(p)) is not None:
+                found.append(item)
+                bucket.gradients.add(id(item))
+            for key, t in self._states_of(p):
+                item = self.items.get((id(p), key))
+                if item is not None and item.tensor is t and item.is_ours and item.is_away:
+                    found.append(item)
+        return in_file_order(found)
+
+    def _states_of(self, p: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        state = self.optimizer.state.get(p)
+        if isinstance(state, dict):
+            for key, t in state.items():
+                if isinstance(t, torch.Tensor):
+                    yield key, t
+
+    def _begin_reload(self, bucket: _Bucket) -> None:
+        bucket.items = self._away_items(bucket)
+        if not bucket.items:
+            return
+        bucket.buffer = self._buffer(sum(item.num_bytes for item in bucket.items))
+        for run in runs_of([item.extent for item in bucket.items]):
+            into = bucket.buffer[run.start : run.start + run.extent.reserved_bytes]
+            bucket.transfers.append(self.store.read(run.extent, into))
+
+    def _end_reload(self, bucket: _Bucket) -> None:
+        if bucket.buffer is None:
+            return
+        _wait(bucket)
+        start = 0
+        for item in bucket.items:
+            item.attach(bucket.buffer[start : start + item.num_bytes])
+            start += item.num_bytes
+        for item in bucket.items:  # each view counts as a holder of the common buffer
+            item.holders = torch._C._storage_Use_Count(bucket.buffer.untyped_storage()._cdata)
+
+    def _begin_offload(self, bucket: _Bucket) -> None:
+        if bucket.buffer is None:
+            return
+        bucket.items = [item for item in bucket.items if item.is_ours and item.buffer is not None]
+        written = [item for item in bucket.items if id(item) not in bucket.gradients or self._changes_gradient(item)]
+        bucket.transfers = _writes(self.store, bucket.buffer, written)
+
+    def _changes_gradient(self, item: Offloaded) -> bool:
+        """Torch's own optimizers leave gradients alone but for unscaling; others may not."""
+        if type(self.optimizer).__module__.startswith("torch.optim"):
+            return getattr(self.optimizer, "grad_scale", None) is not None
+        return item.is_dirty
+
+    def _end_offload(self, bucket: _Bucket) -> None:
+        if bucket.buffer is None:
+            return
+        buffer, bucket.buffer = bucket.buffer, None
+        try:
+            _wait(bucket)
+        except StoreError as e:
+            # Their content is in the buffer, whole and stepped: it stays there.
+            self.note(f"a bucket of {buffer.numel()} B of optimizer states stays in memory: {e}")
+            return
+        attached = [item for item in bucket.items if item.buffer is not None]
+        if any(item.is_held for item in attached[:1]):
+            return  # somebody keeps a view of it: see residency.py, [Note: Holders]
+        for item in attached:
+            item.detach()
+        self._buffers.give(buffer)
+
+    # New states
+
+    def _adopt(self, bucket: _Bucket) -> None:
+        """Send states that the step has just made, or that somebody put there, to the store."""
+        new: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+        for p in bucket.parameters:
+            if id(p) in self.away:
+                for key, t in self._states_of(p):
+                    item = self.items.get((id(p), key))
+                    if item is not None and item.tensor is t and item.is_ours:
+                        continue
+                    if can_be_away(t) and is_alone(t):
+                        new.append((p, key, t))
+        if not new or self._full is not None:
+            return
+        try:
+            self._send(new)
+        except StoreError as e:
+            self._full = str(e)
+            self.note(f"optimizer states stay in memory: {e}")
+
+    def _send(self, new: Sequence[tuple[torch.Tensor, str, torch.Tensor]]) -> None:
+        for p, key, _ in new:
+            if (old := self.items.pop((id(p), key), None)) is not None:
+                self.store.release([old.extent])
+        extents = self.store.reserve([t.numel() * t.element_size() for _, _, t in new])
+        items = [Offloaded(t, self.store, extent) for (_, _, t), extent in zip(new, extents, strict=True)]
+        buffer = self._buffer(sum(item.num_bytes for item in items))
+        start = 0
+        for item in items:
+            buffer[start : start + item.geometry.num_bytes].copy_(bytes_of(item.tensor))
+            start += item.num_bytes
+        try:
+            for transfer in [
+                self.store.write(run.extent, buffer[run.start : run.start + run.extent.reserved_bytes])
+                for run in runs_of(extents)
+            ]:
+                transfer.wait()
+        except StoreError:
+            self.store.release(extents)
+            raise
+        for (p, key, _), item in zip(new, items, strict=True):
+            item.detach()
+            self.items[(id(p), key)] = item
+        self._buffers.give(buffer)
+
+
+def _writes(store: Store, buffer: torch.Tensor, items: Sequence[Offloaded]) -> list[Transfer]:
+    """Begin the writes of items that lie in one buffer; neighbours there and on the store are one request."""
+    transfers: list[Transfer] = []
+    for run in _neighbours(items):
+        (request,) = runs_of([item.extent for item in run])
+        part = run[0].buffer
+        assert part is not None
+        start = part.data_ptr() - buffer.data_ptr()
+        transfers.append(store.write(request.extent, buffer[start : start + request.extent.reserved_bytes]))
+    return transfers
+
+
+def _neighbours(items: Sequence[Offloaded]) -> Iterator[list[Offloaded]]:
+    run: list[Offloaded] = []
+    for item in items:
+        if run and not _follows(run[-1], item):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
+
+
+def _follows(a: Offloaded, b: Offloaded) -> bool:
+    assert a.buffer is not None and b.buffer is not None
+    on_store = (a.extent.file, a.extent.offset + a.num_bytes) == (b.extent.file, b.extent.offset)
+    return on_store and a.buffer.data_ptr() + a.num_bytes == b.buffer.data_ptr()
+
+
+def _wait(bucket: _Bucket) -> None:
+    transfers, bucket.transfers = bucket.transfers, []
+    failed: StoreError | None = None
+    for transfer in transfers:  # all of them: a buffer is free only when nobody writes it
+        try:
+            transfer.wait()
+        except StoreError as e:
+            failed = e
+    if failed is not None:
+        raise failed
+
+
+class _Groups:
+    """An optimizer's param_groups, shown in part. What a step changes in a group's settings is changed once.
+
+    [Note: Group counters] Some optimizers count steps in their groups. Each bucket sees what the first one saw, and the
+    group keeps what the last one left, so the count moves by one.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.groups = optimizer, optimizer.param_groups
+        self.all = [group["params"] for group in self.groups]
+        self.before = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
+        self.number = {id(p): i for i, params in enumerate(self.all) for p in params}
+        self.shown: set[int] = set()
+
+    def show(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let the optimizer see these parameters only, and only the groups that have one of them."""
+        chosen: dict[int, list[torch.Tensor]] = {}
+        for p in parameters:
+            chosen.setdefault(self.number[id(p)], []).append(p)
+        for i, params in chosen.items():
+            group = self.groups[i]
+            if i in self.shown:
+                group.clear()
+                group.update(self.before[i])
+            group["params"] = params
+        self.shown |= chosen.keys()
+        self.optimizer.param_groups = [self.groups[i] for i in sorted(chosen)]
+
+    def restore(self) -> None:
+        self.optimizer.param_groups = self.groups
+        for group, params in zip(self.groups, self.all, strict=True):
+            group["params"] = params
+
+
+def _core_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The class's step without what torch wraps around it (hooks, profiling), which happens once per step."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step
+
+
+def _bucketed(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    return self.__dict__[ATTRIBUTE].step(closure)
+
+
+def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of `optimizer.step`. With torch's hooks around the whole, and what a scheduler counts."""
+    attachment = self.__dict__.get(ATTRIBUTE)
+    if attachment is None:
+        return type(self).step(self, *args, **kwargs)
+    self._opt_called = True  # type: ignore[attr-defined]  # what a scheduler that was made before would note
+    return Optimizer.profile_hook_step(_bucketed)(self, *args, **kwargs)
+
+
+_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers ask for it
+
+
+def _offload_loaded(optimizer: Optimizer) -> None:
+    attachment = optimizer.__dict__.get(ATTRIBUTE)
+    if attachment is not None:
+        attachment.offload_states()
+
+
+# Whether an optimizer can be stepped in parts
+
+
+def why_not_bucketed(optimizer: Optimizer) -> str | None:
+    """Why this optimizer can't be stepped in buckets; None if it can."""
+    step = optimizer.__dict__.get("step")
+    if step is not None and ATTRIBUTE not in optimizer.__dict__ and not hasattr(step, "_wrapped_by_lr_sched"):
+        return "its `step` was replaced on the object, and stepping it in buckets would skip that"
+    if not is_per_parameter(optimizer):
+        return "stepped in parts it gives other numbers (it uses all parameters together, or keeps state of its own)"
+    return None
+
+
+def is_per_parameter(optimizer: Optimizer) -> bool:
+    """Whether stepping a few parameters one by one gives the same bits as stepping them together; tried on copies."""
+    try:
+        together, parts = (_probe(optimizer, in_parts) for in_parts in (False, True))
+    except Exception:
+        return False
+    return all(torch.equal(a, b) for a, b in zip(together, parts, strict=True))
+
+
+def _probe(optimizer: Optimizer, in_parts: bool) -> list[torch.Tensor]:
+    """Parameters and states after three steps of a copy of `optimizer` on small parameters of its own."""
+    own = _copy_of(optimizer)
+    generator = torch.Generator().manual_seed(0)
+    parameters: list[torch.Tensor] = []
+    for group in own.param_groups:
+        dtype = next((p.dtype for p in group["params"] if p.is_floating_point()), torch.float32)
+        group["params"] = [
+            torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in ((4, 3), (5,), (2, 2))
+        ]
+        parameters += group["params"]
+    core = _core_step(own)
+    for _ in range(3):
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        if not in_parts:
+            core(own)
+            continue
+        groups = _Groups(own)
+        try:
+            for p in parameters:
+                groups.show([p])
+                core(own)
+        finally:
+            groups.restore()
+    states = [t for p in parameters for t in own.state[p].values() if isinstance(t, torch.Tensor)]
+    return [*parameters, *states]
+
+
+def _copy_of(optimizer: Optimizer) -> Optimizer:
+    """A new object of the same class with the same settings, and no state."""
+    own = object.__new__(type(optimizer))
+    own.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in ("step", ATTRIBUTE)})
+    own.__dict__.update(
+        state=defaultdict(dict),
+        param_groups=[dict(group) for group in optimizer.param_groups],
+    )
+    own.__dict__.pop("grad_scale", None)
+    own.__dict__.pop("found_inf", None)
+    return own

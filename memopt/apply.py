@@ -20,8 +20,9 @@ from torch._ops import OpOverload
 from memopt.errors import UnsupportedError
 from memopt.policies.plan import Plan
 from memopt.profiler.frames import paths_of
+from memopt.profiler.profile import OpKey
 from memopt.session import Session
-from memopt.tape import Decisions, Recording, is_recording
+from memopt.tape import Decisions, Fate, Recording, is_recording
 from memopt.workload import tensors_of
 
 ATTRIBUTE = "_memopt"
@@ -54,13 +55,14 @@ class Attachment:
         self.session.note_forward(time.perf_counter(), inputs)
         plan = self.planner(model, args, kwargs)
         state = self.session.follow(plan)
-        if plan is not None and not plan.drops and (state is None or state.parameters is None):
+        if plan is not None and not plan.drops and (state is None or not state.is_in_forward):
             return inner(*args, **kwargs)
         decisions = self._decisions(plan)
         if not self._paths:
             self._paths = paths_of(model)
         boundaries = _blocks_of(model) if plan is None else frozenset()
-        with Recording(decisions, self._paths, boundaries, inputs, state.parameters if state is not None else None):
+        parameters, activations = (state.parameters, state.activations) if state is not None else (None, None)
+        with Recording(decisions, self._paths, boundaries, inputs, parameters, activations):
             return inner(*args, **kwargs)
 
     def _decisions(self, plan: Plan | None) -> Decisions | None:
@@ -120,12 +122,15 @@ def _blocks_of(model: nn.Module) -> frozenset[int]:
 
 
 def decisions_of(plan: Plan) -> Decisions:
-    """The plan's drops by module and overload. Ops that this torch does not have are left out: they can't come."""
-    found: dict[str, dict[OpOverload, dict[int, tuple[int, ...]]]] = {}
-    for drop in plan.drops:
-        op = _overload_named(drop.key.op)
+    """The plan's drops and moves by module and overload. Ops that this torch does not have can't come: left out."""
+    fates: dict[OpKey, Fate] = {drop.key: Fate(drops=drop.positions) for drop in plan.drops}
+    for move in plan.moves:
+        fates[move.key] = fates.get(move.key, Fate())._replace(moves=move.positions)
+    found: dict[str, dict[OpOverload, dict[int, Fate]]] = {}
+    for key, fate in fates.items():
+        op = _overload_named(key.op)
         if op is not None:
-            found.setdefault(drop.key.module, {}).setdefault(op, {})[drop.key.call] = drop.positions
+            found.setdefault(key.module, {}).setdefault(op, {})[key.call] = fate
     return found
 
 

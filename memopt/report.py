@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.policies.plan import Forecast, Plan
-from memopt.policies.solve import Solver
+from memopt.policies.solve import Found, Solver
 from memopt.profiler.profile import Kind, OpKey, Profile
 from memopt.units import format_bytes, format_bytes_up
 
@@ -98,7 +98,7 @@ def findings(
         target=target,
         about=about,
         profile=profile,
-        plain=solver.forecast(frozenset(), solver.plain),
+        plain=solver.forecast(Found(frozenset(), solver.plain)),
         modules=module_shares(profile, solver),
         budget_bytes=budget_bytes,
         plan=plan,

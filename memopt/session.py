@@ -73,7 +73,7 @@ class Session:
             state, self.state = self.state, None
             if state is not None:
                 state.remove()
-            if plan.away:
+            if plan.away or plan.moves:
                 self.state = OffloadedState(plan, model, self.optimizer, self.note)
         if self.state is not None:
             self.state.begin_step()

@@ -1,4 +1,4 @@
-"""The part of a plan that is about model state: parameters, gradients and optimizer states that are away between uses."""
+"""What a plan keeps on a store between uses: parameters, gradients, optimizer states, activations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memopt.errors import StoreError, UnsupportedError
+from memopt.offload.activations import OffloadedActivations
 from memopt.offload.gradients import OffloadedGradients
 from memopt.offload.nvme import NVMeStore, free_bytes
 from memopt.offload.optimizer import BucketedOptimizer, why_not_bucketed
@@ -20,16 +21,16 @@ from memopt.policies.plan import Plan
 
 
 class OffloadedState:
-    """Model state on a store, as a plan says. `remove` brings all of it back.
+    """A model's state on a store, as a plan says. `remove` brings all of it back.
 
-    Raises StoreError if the directory can't be used or has too little room, UnsupportedError for an optimizer that can't
-    be stepped in buckets.
+    Raises StoreError if the directory can't be used or has too little room, UnsupportedError for an optimizer that
+    can't be stepped in buckets.
     """
 
     def __init__(
         self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, note: Callable[[str], None]
     ) -> None:
-        assert plan.nvme is not None and plan.away, "there is something to offload"
+        assert plan.nvme is not None, "a plan that offloads says where to"
         if optimizer is not None and (reason := why_not_bucketed(optimizer)) is not None:
             raise UnsupportedError(type(optimizer).__name__, reason)
         self.key = key_of(plan, optimizer)
@@ -41,12 +42,15 @@ class OffloadedState:
         self.parameters: OffloadedParameters | None = None
         self.gradients: OffloadedGradients | None = None
         self.optimizer: BucketedOptimizer | None = None
+        self.activations: OffloadedActivations | None = None
         try:
+            if plan.moves:
+                self.activations = OffloadedActivations(self.store, plan.activation_window_bytes, note)
             if chosen := [p for p, a in away if a.parameter]:
                 self.parameters = OffloadedParameters(chosen, self.store, plan.window_bytes, note)
             if chosen := [p for p, a in away if a.gradient]:
                 self.gradients = OffloadedGradients(chosen, self.store, plan.gradient_window_bytes, note)
-            if optimizer is not None:
+            if optimizer is not None and away:
                 states = {id(p) for p, a in away if a.states}
                 self.optimizer = BucketedOptimizer(
                     optimizer, states, self.store, plan.bucket_bytes, self.parameters, self.gradients, note
@@ -62,6 +66,13 @@ class OffloadedState:
             self.parameters.begin_step()
         if self.gradients is not None:
             self.gradients.begin_step()
+        if self.activations is not None:
+            self.activations.begin_step()
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether the tape has something to do with it while the forward runs."""
+        return self.parameters is not None or self.activations is not None
 
     def items(self) -> Iterator[Offloaded]:
         """All tensors that have a place on the store now."""
@@ -72,6 +83,8 @@ class OffloadedState:
     def remove(self) -> None:
         """Bring everything back into memory, take the hooks off and delete what is on the disk."""
         try:
+            if self.activations is not None:
+                self.activations.close()
             if self.optimizer is not None:
                 self.optimizer.remove()
             if self.gradients is not None:
@@ -85,7 +98,16 @@ class OffloadedState:
 
 def key_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> tuple[object, ...]:
     """What of a plan an `OffloadedState` is made for: two plans with the same key share one."""
-    return (plan.away, plan.window_bytes, plan.gradient_window_bytes, plan.bucket_bytes, plan.nvme, id(optimizer))
+    return (
+        plan.away,
+        bool(plan.moves),
+        plan.window_bytes,
+        plan.gradient_window_bytes,
+        plan.activation_window_bytes,
+        plan.bucket_bytes,
+        plan.nvme,
+        id(optimizer),
+    )
 
 
 def check_room(nvme: str, num_bytes: int) -> None:

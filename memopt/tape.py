@@ -28,7 +28,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Set
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.errors import ReplayError
 from memopt.flags import Flags, backend_flags, under_flags
+from memopt.offload.activations import OffloadedActivations, Stored
 from memopt.offload.parameters import OffloadedParameters
 from memopt.offload.residency import Offloaded
 from memopt.profiler.frames import ModuleFrames
@@ -51,8 +52,17 @@ from memopt.profiler.ops import (
     written_tensors,
 )
 
-# Decisions: module path -> overload -> call -> flat output positions that are dropped.
-Decisions = Mapping[str, Mapping[OpOverload, Mapping[int, tuple[int, ...]]]]
+
+class Fate(NamedTuple):
+    """What becomes of one op's outputs, by flat position: dropped (empty: all), or sent to a store."""
+
+    drops: tuple[int, ...] | None = None
+    moves: tuple[int, ...] = ()
+
+
+# Module path -> overload -> call -> fate.
+Decisions = Mapping[str, Mapping[OpOverload, Mapping[int, Fate]]]
+_DROP_ALL = Fate(drops=())
 
 _DETACH = torch.ops.aten.detach.default
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
@@ -60,15 +70,36 @@ _thread = threading.local()  # .replaying: true while a replay runs in this thre
 
 
 class Value:
-    """The content of one storage between two writes: made by a recorded node, or kept."""
+    """The content of one storage between two writes: made by a recorded node, on a store, or kept."""
 
-    __slots__ = ("__weakref__", "cache", "need", "node", "source")
+    __slots__ = ("__weakref__", "cache", "need", "node", "source", "stored")
 
-    def __init__(self, node: Node | None) -> None:
-        self.node = node
+    def __init__(self, node: Node | None, stored: Stored | None = None) -> None:
+        self.node, self.stored = node, stored
         self.need = 0  # saved tensors not yet asked for, and armed nodes that read it
         self.cache: torch.Tensor | None = None  # a replayed result
         self.source: weakref.ref[Source] | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it is given up, and replayed or reloaded when it is needed."""
+        return self.node is not None or self.stored is not None
+
+    def bring_back(self) -> None:
+        """Reload or replay the content, if it is not cached."""
+        if self.cache is None:
+            if self.stored is not None:
+                self.cache = self.stored.reload()
+            else:
+                _replay(self)
+
+    def shown(self, geometry: View | Dropped) -> torch.Tensor:
+        """The cached content, with the given geometry."""
+        base = self.cache
+        assert base is not None
+        # What is reloaded begins at a page, what is replayed where it began before.
+        start = int(base.storage_offset()) * base.element_size() if self.stored is not None else 0
+        return _over(base, geometry, start)
 
     def wanted(self) -> None:
         """Count one more need. Arms the node that makes it, and so on towards the sources."""
@@ -159,29 +190,23 @@ class View:
     def tensor(self, op: OpOverload) -> torch.Tensor:
         owner = self.owner
         if isinstance(owner, Value):
-            base = owner.cache
-            assert base is not None, "a replay runs in forward order"
-        else:
-            owner.check(op)
-            base = owner.tensor
-            if self.is_relative:
-                return _over_parameter(base, self)
-        return _over(base, self)
+            assert owner.cache is not None, "a replay runs in forward order"
+            return owner.shown(self)
+        owner.check(op)
+        if self.is_relative:
+            return _over_parameter(owner.tensor, self)
+        return _over(owner.tensor, self)
 
 
-def _over(base: torch.Tensor, geometry: View | Dropped) -> torch.Tensor:
-    """A tensor of the given geometry over the storage of `base`."""
+def _over(base: torch.Tensor, geometry: View | Dropped, start: int = 0) -> torch.Tensor:
+    """A tensor of the given geometry over the storage of `base`, whose content begins `start` bytes into it."""
     g = geometry
-    if (
-        base.dtype is g.dtype
-        and base.storage_offset() == g.offset
-        and base.size() == g.size
-        and base.stride() == g.stride
-    ):
-        return base
+    offset = g.offset + start // g.dtype.itemsize
     if base.dtype is g.dtype:
-        return base.as_strided(g.size, g.stride, g.offset)
-    return torch.empty(0, dtype=g.dtype, device=base.device).set_(base.untyped_storage(), g.offset, g.size, g.stride)
+        if base.storage_offset() == offset and base.size() == g.size and base.stride() == g.stride:
+            return base
+        return base.as_strided(g.size, g.stride, offset)
+    return torch.empty(0, dtype=g.dtype, device=base.device).set_(base.untyped_storage(), offset, g.size, g.stride)
 
 
 def _over_parameter(p: torch.Tensor, geometry: View | OfParameter) -> torch.Tensor:
@@ -272,10 +297,8 @@ class Dropped:
                 if self.is_asked:
                     self.recording.rearm()
                 value = self.value
-                if value.cache is None:
-                    _replay(value)
-                assert value.cache is not None
-                t = _over(value.cache, self)
+                value.bring_back()
+                t = value.shown(self)
                 self.is_asked = True
                 value.released()
                 return t
@@ -289,7 +312,9 @@ def _replay(target: Value) -> None:
     found, stack = {target.node}, [target.node]
     while stack:
         for value in stack.pop().parents:
-            if value.cache is None and value.node not in found:
+            if value.stored is not None:
+                value.bring_back()
+            elif value.cache is None and value.node not in found:
                 assert value.node is not None
                 found.add(value.node)
                 stack.append(value.node)
@@ -343,6 +368,7 @@ class Recording(TorchDispatchMode):
         boundaries: modules, by identity, whose outputs are kept whatever the decisions are: replays end there.
         inputs: the caller's tensors. What is made from them directly is kept: loaders fill them again, unseen.
         parameters: those that are offloaded; they are reloaded before an op reads them.
+        activations: takes the values that the decisions send to a store; without it they are kept.
     """
 
     supports_higher_order_operators = True
@@ -354,12 +380,13 @@ class Recording(TorchDispatchMode):
         boundaries: Set[int] = frozenset(),
         inputs: Iterable[torch.Tensor] = (),
         parameters: OffloadedParameters | None = None,
+        activations: OffloadedActivations | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drops_all = decisions is None
         self.frames = ModuleFrames(paths, dict(decisions or {}))
         self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None  # there while the forward runs
-        self.parameters = parameters
+        self.parameters, self.activations = parameters, activations
         self.boundaries = boundaries
         if boundaries:
             self.frames.on_exit = self._keep_output
@@ -417,9 +444,7 @@ class Recording(TorchDispatchMode):
             if _is_plain(out):
                 self._escape(out.untyped_storage()._cdata)
             return out
-        positions = self._decision(func, facts)
-        if positions is not None:
-            self._record(func, facts, args, kwargs, out, positions)
+        self._follow(func, facts, args, kwargs, out)
         if self.drops_all:
             self._note_made(flat_tensors(args), flat_tensors((out,)))
         return out
@@ -437,7 +462,7 @@ class Recording(TorchDispatchMode):
     def _escape(self, key: int) -> None:
         """Keep a value from here on, and what of it was saved before if somebody else still holds it."""
         value = self.values.pop(key, None)
-        if value is not None and value.node is not None:
+        if value is not None and value.is_away:
             for ref in self.handles:
                 handle = ref()
                 if handle is not None and handle.value is value:
@@ -454,15 +479,35 @@ class Recording(TorchDispatchMode):
                 self.made.add(key)
                 self.weak_storages.append(t.untyped_storage()._weak_ref())
 
-    def _decision(self, func: OpOverload, facts: OpFacts) -> tuple[int, ...] | None:
-        """Flat output positions to drop (an empty tuple: all), or None."""
+    def _follow(self, func: OpOverload, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> None:
+        """Do with an op's outputs what was decided for them."""
+        fate = self._fate(func, facts)
+        if fate is not None:
+            if fate.drops is not None:
+                self._record(func, facts, args, kwargs, out, fate.drops)
+            if fate.moves and self.activations is not None:
+                self._move(args, kwargs, out, fate.moves)
+
+    def _fate(self, func: OpOverload, facts: OpFacts) -> Fate | None:
         if self.drops_all:
-            return () if facts.is_pure else None
+            return _DROP_ALL if facts.is_pure else None
         frame = self.frames.current
         calls = frame.planned.get(func) if frame.planned is not None else None
         if calls is None:
             return None
         return calls.get(frame.next_call(func)) if facts.is_pure else None
+
+    def _move(self, args: Any, kwargs: Any, out: Any, positions: tuple[int, ...]) -> None:
+        """Send fresh outputs to the store. What can't go is kept."""
+        assert self.activations is not None
+        if not torch.is_grad_enabled():
+            return
+        taken = {t.untyped_storage()._cdata for t in flat_tensors((args, kwargs)) if _is_plain(t)}
+        for position, t in enumerate(flat_tensors((out,))):
+            if position in positions and _is_referable(t) and t.untyped_storage()._cdata not in taken:
+                stored = self.activations.offload(t)
+                if stored is not None:
+                    self._bind(t.untyped_storage(), Value(None, stored))
 
     def _write(self, func: OpOverload, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         """Run an op that writes its arguments: sources are copied first, and the storages hold new values after."""
@@ -477,9 +522,7 @@ class Recording(TorchDispatchMode):
         for key in keys:
             self.values.pop(key, None)
         if facts.hidden:  # its proper outputs can be made again without the hidden ones
-            positions = self._decision(func, facts)
-            if positions is not None:
-                self._record(func, facts, args, kwargs, out, positions)
+            self._follow(func, facts, args, kwargs, out)
         return out
 
     def _record(
@@ -541,7 +584,7 @@ class Recording(TorchDispatchMode):
             if value is None:
                 value = Value(None)
                 self._bind(storage, value)
-            if value.node is not None:
+            if value.is_away:
                 parents[id(value)] = value
                 return View(value, x)
             source = value.source() if value.source is not None else None
@@ -568,7 +611,7 @@ class Recording(TorchDispatchMode):
             value = self.values.get(t.untyped_storage()._cdata)
             if (
                 value is not None
-                and value.node is not None
+                and value.is_away
                 and not getattr(_thread, "replaying", False)
                 and not saved_by_custom_function(sys._getframe(1))
             ):
@@ -598,7 +641,7 @@ class Recording(TorchDispatchMode):
 def unpack(packed: Any) -> torch.Tensor:
     """Saved-tensor hook: give back what `Recording.pack` took. Raises as autograd does if it was written since."""
     if type(packed) is Dropped or type(packed) is OfParameter:
-        return packed.tensor()  # type: ignore[no-any-return]
+        return packed.tensor()
     if type(packed) is tuple:
         t, version = packed
         if t._version != version:

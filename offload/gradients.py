@@ -1,7 +1,7 @@
 """Gradients that leave for a store as backward makes them, and come back in the bucket that the optimizer steps.
 
-A gradient stays in memory until its write is done (a reader in between sees the true values), within a window of a given
-number of bytes. When more is accumulated onto it, it is reloaded first and leaves again.
+A gradient stays in memory until its write is done (a reader in between sees the true values), within a window of a
+given number of bytes. When more is accumulated onto it, it is reloaded first and leaves again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memopt.errors import StoreError
-from memopt.offload.residency import Buffers, Geometry, Offloaded, bytes_of, can_be_away, is_alone
+from memopt.offload.residency import Buffers, Geometry, Offloaded, OwnThread, bytes_of, can_be_away, is_alone
 from memopt.offload.store import Extent, Store, Transfer
 
 # At the hook: the gradient, its storage's Python object, and the engine's own reference to what it accumulated.
@@ -40,6 +40,7 @@ class OffloadedGradients:
         self.items: dict[int, Offloaded] = {}  # of the gradients that are there, by identity of the parameter
         self._leaving: deque[tuple[int, Transfer]] = deque()
         self._buffers = Buffers()
+        self._threads = OwnThread(note)
         self._used_bytes = 0
         self._is_settling_asked = False
         self._handles: list[RemovableHandle] = []
@@ -63,6 +64,11 @@ class OffloadedGradients:
 
     def _accumulated(self, p: torch.Tensor) -> None:
         """Post-accumulate hook: let the gradient leave."""
+        with self._threads.lock:
+            if not self._threads.is_shared():
+                self._leave(p)
+
+    def _leave(self, p: torch.Tensor) -> None:
         self._settle_after_backward()
         g = p.grad
         key = id(p)
@@ -108,7 +114,7 @@ class OffloadedGradients:
         self._leaving.append((key, self.store.write(item.extent, item.buffer)))
 
     def _finish(self) -> None:
-        """Wait for the oldest write; its gradient is away then."""
+        """Wait for the oldest write; its gradient is away then, unless it must stay."""
         key, transfer = self._leaving.popleft()
         item = self.items.get(key)
         try:

@@ -2,8 +2,8 @@
 
 A torch optimizer steps the parameters in its `param_groups`. Shown one bucket at a time, the states, gradients and
 parameters of the other buckets can be on a store. Class, schedulers, hyper-parameters, hooks and `state_dict` stay what
-they were. That the results are the same is not believed but tried: `is_per_parameter` steps a few small parameters of its
-own both ways.
+they were. That the results are the same is not believed but tried: `is_per_parameter` steps a few small parameters of
+its own both ways.
 """
 
 from __future__ import annotations
@@ -330,7 +330,8 @@ def _neighbours(items: Sequence[Offloaded]) -> Iterator[list[Offloaded]]:
 
 
 def _follows(a: Offloaded, b: Offloaded) -> bool:
-    assert a.buffer is not None and b.buffer is not None
+    assert a.buffer is not None
+    assert b.buffer is not None
     on_store = (a.extent.file, a.extent.offset + a.num_bytes) == (b.extent.file, b.extent.offset)
     return on_store and a.buffer.data_ptr() + a.num_bytes == b.buffer.data_ptr()
 

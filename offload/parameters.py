@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memopt.errors import StoreError
-from memopt.offload.residency import Buffers, Offloaded, bytes_of, can_be_away, is_alone
+from memopt.offload.residency import Buffers, Offloaded, OwnThread, bytes_of, can_be_away, is_alone
 from memopt.offload.store import Store, Transfer
 
 NUM_AHEAD = 4  # parameters that are read ahead at most
@@ -39,6 +39,7 @@ class OffloadedParameters:
         self._resident: dict[int, Offloaded] = {}
         self._loading: dict[int, tuple[Transfer, torch.Tensor]] = {}
         self._used_bytes = 0
+        self._threads, self._may_offload = OwnThread(note), True
         self._buffers = Buffers()
         self._learned: list[int] = []
         self._uses: dict[int, list[int]] = {}
@@ -82,16 +83,18 @@ class OffloadedParameters:
 
     def reload(self, item: Offloaded) -> None:
         """Make `item` resident, and begin to read what is used next."""
-        key = id(item.tensor)
-        self._learned.append(key)
-        self._advance(key)
-        if not item.is_ours:  # the user gave it other memory: its own from here on
-            return
-        if item.is_away:
-            if key not in self._loading:
-                self._begin(item)
-            self._end(item)
-        self._read_ahead()
+        with self._threads.lock:
+            self._may_offload = not self._threads.is_shared()
+            key = id(item.tensor)
+            self._learned.append(key)
+            self._advance(key)
+            if not item.is_ours:  # the user gave it other memory: its own from here on
+                return
+            if item.is_away:
+                if key not in self._loading:
+                    self._begin(item)
+                self._end(item)
+            self._read_ahead()
 
     def _begin(self, item: Offloaded) -> None:
         key = id(item.tensor)
@@ -133,7 +136,7 @@ class OffloadedParameters:
         if not item.is_ours:
             self._forget(item)
             return True
-        if item.is_held:
+        if item.is_held or not self._may_offload:
             return False
         assert item.buffer is not None
         if item.is_dirty or _is_hooked(item.tensor):

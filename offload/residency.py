@@ -11,7 +11,8 @@ keeps would go on to show old values. The storage's use count tells; a tensor th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,11 +76,24 @@ def bytes_of(t: torch.Tensor) -> torch.Tensor:
 class Offloaded:
     """One tensor and its place on a store: away or resident. The tensor object is the user's own."""
 
-    __slots__ = ("buffer", "extent", "geometry", "holders", "is_changed", "mapped", "tensor", "version")
+    __slots__ = (
+        "_buffer_key",
+        "_mapped_key",
+        "buffer",
+        "extent",
+        "geometry",
+        "holders",
+        "is_changed",
+        "mapped",
+        "tensor",
+        "version",
+    )
 
     def __init__(self, tensor: torch.Tensor, store: Store, extent: Extent) -> None:
         self.tensor, self.extent, self.geometry = tensor, extent, Geometry.of(tensor)
         self.mapped = self.geometry.over(store.mapped(extent))
+        self._mapped_key: int = self.mapped.untyped_storage()._cdata
+        self._buffer_key = 0
         self.buffer: torch.Tensor | None = None  # page-aligned bytes that hold the content while it is resident
         self.holders = 0
         self.version = -1
@@ -91,21 +105,20 @@ class Offloaded:
 
     @property
     def is_away(self) -> bool:
-        return self.tensor.untyped_storage()._cdata == self.mapped.untyped_storage()._cdata
+        return bool(self.tensor.untyped_storage()._cdata == self._mapped_key)
 
     @property
     def is_ours(self) -> bool:
         """Whether the tensor still has the memory that we gave it: `t.data = other` takes it out of our hands."""
-        key = self.tensor.untyped_storage()._cdata
-        if self.buffer is not None:
-            return key == self.buffer.untyped_storage()._cdata
-        return key == self.mapped.untyped_storage()._cdata
+        key: int = self.tensor.untyped_storage()._cdata
+        return key == (self._mapped_key if self.buffer is None else self._buffer_key)
 
     def attach(self, buffer: torch.Tensor) -> None:
         """Make the tensor resident over `buffer`, which holds its content (uint8, page-aligned)."""
         with torch._C._DisableTorchDispatch():
             self.tensor.data = self.geometry.over(buffer)
         self.buffer, self.version, self.is_changed = buffer, self.tensor._version, False
+        self._buffer_key = buffer.untyped_storage()._cdata
         self.holders = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
 
     def detach(self) -> torch.Tensor | None:
@@ -124,7 +137,7 @@ class Offloaded:
     def is_held(self) -> bool:
         """See [Note: Holders]."""
         assert self.buffer is not None
-        return torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata) > self.holders
+        return bool(torch._C._storage_Use_Count(self._buffer_key) > self.holders)
 
     def take_back(self) -> None:
         """Give the tensor ordinary memory of its own again, with its content."""
@@ -134,6 +147,25 @@ class Offloaded:
         own.copy_(self.tensor.detach())
         self.tensor.data = own
         self.buffer = None
+
+
+class OwnThread:
+    """Whether more than one thread has come by: then nothing may leave memory, for another thread's op may read it."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.lock = threading.RLock()
+        self._note = note
+        self._seen = 0
+        self._is_shared = False
+
+    def is_shared(self) -> bool:
+        """Note the calling thread. Call it with the lock held."""
+        here = threading.get_ident()
+        if self._seen not in (0, here) and not self._is_shared:
+            self._is_shared = True
+            self._note("several threads run this model: what is in memory stays there, whatever the budget")
+        self._seen = here
+        return self._is_shared
 
 
 class Buffers:

@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 PAGE_BYTES = 4096
+CHUNK_BYTES = 64 * 2**20  # files grow by at least this much
 
 
 def pages_up(num_bytes: int) -> int:
+    """`num_bytes` rounded up to whole pages: every extent begins and ends at one."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def file_bytes(sizes: Iterable[int]) -> int:
-    return sum(pages_up(n) for n in sizes)
-
-
 def stored_bytes(num_bytes: int) -> int:
-    """What a tensor of `num_bytes` takes on a store; below a page it stays in memory."""
+    """What a tensor of `num_bytes` takes on a store when model state is offloaded; below a page it stays in memory."""
     return pages_up(num_bytes) if num_bytes >= PAGE_BYTES else 0
+
+
+def file_bytes(sizes: Iterable[int]) -> int:
+    """Bytes on disk for extents of the given sizes."""
+    return sum(pages_up(num_bytes) for num_bytes in sizes)
+
+
+def slab_bytes(sizes: Iterable[int]) -> int:
+    """Bytes of host memory for extents of the given sizes: one slab, exactly sized, registered once.
+
+    Not one `pin_memory()` per tensor: that rounds each up to a power of two.
+    """
+    return file_bytes(sizes)
 
 
 def buckets_of(sizes: Sequence[int], limit_bytes: int) -> list[list[int]]:

@@ -27,6 +27,7 @@ class Placement:
     parameters: frozenset[str] = frozenset()
     window_bytes: int = 0  # parameters that are resident at a time in forward and backward
     gradient_window_bytes: int = 0  # gradients whose writes are under way
+    activation_window_bytes: int = 0  # activations that are being written, and those that are read ahead
     bucket_bytes: int = 0  # what a bucket of the optimizer's step brings in
 
     @property
@@ -41,6 +42,14 @@ class Placement:
             for name in order
             if name in named
         )
+
+    def storages(self, state: ModelState) -> list[int]:
+        """Indices of the profile's storages that are away."""
+        return [
+            *state.chosen(self.states, state.states),
+            *state.chosen(self.gradients, state.gradients),
+            *state.chosen(self.parameters, state.parameters),
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +194,8 @@ def _bucket_temporaries(state: ModelState, placement: Placement, plain_bytes: in
     return min(plain_bytes, int(plain_bytes * largest / sum(own)) + max(own))
 
 
-def traffic(state: ModelState, placement: Placement, hardware: Hardware) -> Traffic:
-    """What a step under `placement` moves."""
+def traffic(state: ModelState, placement: Placement, hardware: Hardware, moved_bytes: int = 0) -> Traffic:
+    """What a step under `placement` moves, with `moved_bytes` of activations."""
     profile = state.profile
     parameters = state.bytes_of(state.chosen(placement.parameters, state.parameters))
     gradients = state.bytes_of(state.chosen(placement.gradients, state.gradients))
@@ -195,11 +204,11 @@ def traffic(state: ModelState, placement: Placement, hardware: Hardware) -> Traf
     is_accumulating = profile.micro_batches > 1
     read = {
         Phase.FORWARD: parameters,
-        Phase.BACKWARD: again + (gradients if is_accumulating else 0),
+        Phase.BACKWARD: again + (gradients if is_accumulating else 0) + moved_bytes,
         Phase.STEP: parameters + gradients + states,
     }
     trained = state.bytes_of(state.chosen(placement.parameters & state.gradients.keys(), state.parameters))
-    written = {Phase.FORWARD: 0, Phase.BACKWARD: gradients, Phase.STEP: trained + states}
+    written = {Phase.FORWARD: moved_bytes, Phase.BACKWARD: gradients, Phase.STEP: trained + states}
     lane = {phase: hardware.disk_s(read[phase], written[phase]) for phase in read}
     bucket = min(placement.bucket_bytes, read[Phase.STEP])
     fill = hardware.disk_s(bucket, 0) + hardware.disk_s(0, min(bucket, written[Phase.STEP]))

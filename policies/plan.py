@@ -65,6 +65,8 @@ class Plan:
     away: tuple[Away, ...] = ()
     window_bytes: int = 0  # for parameters that are resident at a time
     gradient_window_bytes: int = 0  # for gradients whose writes are under way
+    activation_window_bytes: int = 0  # for activations that are being written, and those that are read ahead
+    moves: tuple[Drop, ...] = ()  # outputs that are kept on the store from forward to backward
     bucket_bytes: int = 0  # that a bucket of the optimizer's step brings in
     nvme: str | None = None  # directory of the store
     input_shapes: tuple[tuple[int, ...], ...] = ()
@@ -73,7 +75,7 @@ class Plan:
     @property
     def is_plain(self) -> bool:
         """Nothing to do: the plain step fits."""
-        return not self.drops and not self.away
+        return not self.drops and not self.moves and not self.away
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON to `path`."""
@@ -90,7 +92,9 @@ class Plan:
             "format": "memopt.plan",
             "version": FORMAT_VERSION,
             "budget_bytes": self.budget_bytes,
-            "drops": [[d.key.module, d.key.op, d.key.call, list(d.positions)] for d in self.drops],
+            "drops": _listed(self.drops),
+            "moves": _listed(self.moves),
+            "activation_window_bytes": self.activation_window_bytes,
             "forecast": {name: getattr(f, name) for name in Forecast.__dataclass_fields__},
             "gap": self.gap,
             "levers": list(self.levers),
@@ -112,7 +116,9 @@ class Plan:
             )
         return cls(
             budget_bytes=data["budget_bytes"],
-            drops=tuple(Drop(OpKey(m, op, call), tuple(positions)) for m, op, call, positions in data["drops"]),
+            drops=_from_list(data["drops"]),
+            moves=_from_list(data["moves"]),
+            activation_window_bytes=data["activation_window_bytes"],
             forecast=Forecast(**data["forecast"]),
             gap=data["gap"],
             levers=tuple(data["levers"]),
@@ -124,3 +130,11 @@ class Plan:
             input_shapes=tuple(tuple(s) for s in data["input_shapes"]),
             notes=tuple(data["notes"]),
         )
+
+
+def _listed(drops: tuple[Drop, ...]) -> list[list[Any]]:
+    return [[d.key.module, d.key.op, d.key.call, list(d.positions)] for d in drops]
+
+
+def _from_list(rows: list[list[Any]]) -> tuple[Drop, ...]:
+    return tuple(Drop(OpKey(module, op, call), tuple(positions)) for module, op, call, positions in rows)

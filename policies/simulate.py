@@ -1,4 +1,4 @@
-"""The judge: plays a profiled step under a choice of dropped values and says the peak at every moment and the time.
+"""The judge: plays a profiled step under a choice of dropped and moved values; says peak at every moment, and time.
 
 It follows the tape's rules to the letter (memopt/tape.py, [Note: Need] and [Note: Sources]): who holds a storage and
 until when, which nodes a replay runs and in which order, what is cached and when it is forgotten. No solver grades
@@ -75,6 +75,7 @@ class Simulator:
             sum(self.bytes_of[v] for v, p in zip(op.makes, op.positions, strict=True) if p >= 0) + op.scratch_bytes
             for op in ops
         ]
+        self.move_window_bytes = 0  # staging for values that move to and from a store
         # A kernel's own scratch is there together with what it makes, which is born one event after it begins.
         self._scratch_at = np.array([op.at + 1 for op in ops if op.scratch_bytes], np.int64)
         self._scratch = np.array([op.scratch_bytes for op in ops if op.scratch_bytes], np.int64)
@@ -82,19 +83,23 @@ class Simulator:
     def _moment(self, at: int) -> int:
         return self.end if at == NEVER else at
 
-    def run(self, dropped: Set[int]) -> Outcome:
-        """The step with the saved tensors over the values in `dropped` given up. Values must be droppable."""
+    def run(self, dropped: Set[int], moved: Set[int] = frozenset()) -> Outcome:
+        """The step with the saved tensors over the values in `dropped` and `moved` given up; both must be droppable.
+
+        Dropped ones are made again when backward asks for them, moved ones come back from a store.
+        """
         profile, values = self.profile, self.profile.values
+        away = dropped | moved if moved else dropped
         nodes = sorted({values[v].maker for v in dropped})
         holds = self._hold_until(dropped, nodes)
         ends = self._death.copy()
-        is_dropped = np.fromiter((v in dropped for v in self._saved_value), bool, len(self._saved_value))
-        kept = ~(is_dropped & self._can_drop)
+        is_away = np.fromiter((v in away for v in self._saved_value), bool, len(self._saved_value))
+        kept = ~(is_away & self._can_drop)
         np.maximum.at(ends, self._saved_storage[kept], self._saved_until[kept])
         delta = np.zeros(self.end + 1, np.int64)
         for node, until in zip(nodes, holds, strict=True):
             for v in profile.ops[node].reads:
-                if v not in dropped:
+                if v not in away:
                     storage, overwritten = self.storage_of[v], values[v].overwritten_at
                     if overwritten == NEVER or overwritten > until or overwritten < profile.ops[node].at:
                         ends[storage] = max(ends[storage], until)
@@ -103,7 +108,11 @@ class Simulator:
                         delta[until] -= self.bytes_of[v]
         np.add.at(delta, np.minimum(self._birth, self.end), self._bytes)
         np.add.at(delta, np.minimum(np.maximum(ends, self._birth), self.end), -self._bytes)
-        bumps, seconds, num_replayed = self._play(dropped, nodes, delta)
+        if moved:
+            window = min(self.move_window_bytes, sum(self.bytes_of[v] for v in moved))
+            delta[min(profile.ops[values[v].maker].at for v in moved)] += window
+            delta[max((t for t, i in self._asks if self._saved_value[i] in away), default=self.end)] -= window
+        bumps, seconds, num_replayed = self._play(dropped, moved, nodes, delta)
         levels = np.cumsum(delta)[: self.end]
         peak_at = int(levels.argmax())
         peak = int(levels[peak_at])
@@ -115,7 +124,7 @@ class Simulator:
         for t, bump in bumps:
             if levels[t - 1] + bump > peak:
                 peak, peak_at = int(levels[t - 1]) + bump, t
-        recompute_s = seconds + (self.record_s if dropped else 0.0)
+        recompute_s = seconds + (self.record_s if away else 0.0)
         return Outcome(peak, peak_at, self.plain_s + recompute_s, recompute_s, num_replayed, levels)
 
     def _hold_until(self, dropped: Set[int], nodes: list[int]) -> list[int]:
@@ -137,13 +146,15 @@ class Simulator:
                     value_until[v] = max(value_until.get(v, 0), until)
         return holds
 
-    def _play(self, dropped: Set[int], nodes: list[int], delta: Ints) -> tuple[list[tuple[int, int]], float, int]:
-        """Play the replays of backward. Adds what they hold to `delta`; returns the bumps inside replays, seconds,
-        runs."""
+    def _play(
+        self, dropped: Set[int], moved: Set[int], nodes: list[int], delta: Ints
+    ) -> tuple[list[tuple[int, int]], float, int]:
+        """Play replays and reloads. Adds what they hold to `delta`; returns bumps inside replays, seconds, runs."""
         ops, values = self.profile.ops, self.profile.values
-        parents = {n: [v for v in ops[n].reads if v in dropped] for n in nodes}
+        away = dropped | moved if moved else dropped
+        parents = {n: [v for v in ops[n].reads if v in away] for n in nodes}
         outputs = {n: [v for v in ops[n].makes if v in dropped] for n in nodes}
-        need = dict.fromkeys(dropped, 0)
+        need = dict.fromkeys(away, 0)
         armed: set[int] = set()
         cached: dict[int, int] = {}  # value -> until when what was given of it lives
 
@@ -153,11 +164,11 @@ class Simulator:
                 v = stack.pop()
                 need[v] += 1
                 maker = values[v].maker
-                if need[v] == 1 and maker not in armed and v not in cached:
+                if need[v] == 1 and v not in moved and maker not in armed and v not in cached:
                     armed.add(maker)
                     stack.extend(parents[maker])
 
-        for v in dropped:
+        for v in away:
             for _ in self._handles_of.get(v, ()):
                 wanted(v)
 
@@ -180,8 +191,8 @@ class Simulator:
                         else:
                             delta[now] -= size[v]
                             level -= size[v]
-                    maker = values[v].maker
-                    stack.extend(disarmed(maker))
+                    if v not in moved:
+                        stack.extend(disarmed(values[v].maker))
 
         def disarmed(n: int) -> list[int]:
             if n not in armed or any(need[u] > 0 and u not in cached for u in outputs[n]):
@@ -189,18 +200,29 @@ class Simulator:
             armed.discard(n)
             return parents[n]
 
+        def reloaded(v: int) -> None:
+            nonlocal level
+            cached[v] = 0
+            level += size[v]
+            delta[now] += size[v]
+
         for now, handle in self._asks:
             v = self._saved_value[handle]
-            if v not in dropped:
+            if v not in away:
                 continue
             level = bump = 0
+            if v not in cached and v in moved:
+                reloaded(v)
             if v not in cached:
                 found = {values[v].maker}
                 stack = [values[v].maker]
                 while stack:
                     for u in parents[stack.pop()]:
                         maker = values[u].maker
-                        if u not in cached and maker not in found:
+                        if u in moved:
+                            if u not in cached:
+                                reloaded(u)
+                        elif u not in cached and maker not in found:
                             found.add(maker)
                             stack.append(maker)
                 for n in sorted(found):
@@ -227,10 +249,10 @@ class Simulator:
 
     # What is alive at a moment, for reports
 
-    def breakdown(self, dropped: Set[int], outcome: Outcome) -> dict[str, int]:
-        """Allocated bytes at the peak by kind of storage; what replays hold counts as recomputed."""
+    def breakdown(self, dropped: Set[int], outcome: Outcome, moved: Set[int] = frozenset()) -> dict[str, int]:
+        """Allocated bytes at the peak by kind of storage; what replays and reloads hold counts as recomputed."""
         at = outcome.peak_at
-        ends = self._ends_under(dropped)
+        ends = self._ends_under(dropped, moved)
         alive = (self._birth <= at) & (ends > at)
         total: dict[str, int] = {}
         for i in np.flatnonzero(alive):
@@ -244,7 +266,7 @@ class Simulator:
     def by_module(self, dropped: Set[int], outcome: Outcome, depth: int = 2) -> dict[str, int]:
         """Activation and temporary bytes at the peak by module, names cut at `depth` parts."""
         at = outcome.peak_at
-        ends = self._ends_under(dropped)
+        ends = self._ends_under(dropped, frozenset())
         total: dict[str, int] = {}
         for i in np.flatnonzero((self._birth <= at) & (ends > at)):
             storage = self.profile.storages[i]
@@ -253,14 +275,15 @@ class Simulator:
                 total[name] = total.get(name, 0) + storage.num_bytes
         return dict(sorted(total.items(), key=lambda item: -item[1]))
 
-    def _ends_under(self, dropped: Set[int]) -> Ints:
+    def _ends_under(self, dropped: Set[int], moved: Set[int]) -> Ints:
+        away = dropped | moved
         nodes = sorted({self.profile.values[v].maker for v in dropped})
         ends = self._death.copy()
-        is_dropped = np.fromiter((v in dropped for v in self._saved_value), bool, len(self._saved_value))
-        kept = ~(is_dropped & self._can_drop)
+        is_away = np.fromiter((v in away for v in self._saved_value), bool, len(self._saved_value))
+        kept = ~(is_away & self._can_drop)
         np.maximum.at(ends, self._saved_storage[kept], self._saved_until[kept])
         for node, until in zip(nodes, self._hold_until(dropped, nodes), strict=True):
             for v in self.profile.ops[node].reads:
-                if v not in dropped:
+                if v not in away:
                     ends[self.storage_of[v]] = max(ends[self.storage_of[v]], until)
         return ends

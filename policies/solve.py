@@ -9,7 +9,7 @@ bound over the whole forward says how far from the best any plan could be.
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memopt.errors import InfeasibleBudgetError
 from memopt.policies.graph import ForwardGraph, Segment, lower_bound_s
@@ -25,9 +25,13 @@ _NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class Found:
+    """A choice of values to drop, and what the simulator says of it."""
+
     dropped: frozenset[int]
     outcome: Outcome
+    moved: frozenset[int] = frozenset()
+    gap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,12 @@ class Solver:
         """`like` solves the same ops with other lifetimes of the model's state: what follows from the ops is shared."""
         self.profile = profile
         self.simulator = Simulator(profile)
-        self.graph = like.graph if like is not None else ForwardGraph(profile, self.simulator)
+        self.graph: ForwardGraph = like.graph if like is not None else ForwardGraph(profile, self.simulator)
         self.scratch_bytes = profile.scratch_bytes
         self.plain = self.simulator.run(_NOTHING)
         self._progress = progress or (lambda text: None)
-        self._prices = like._prices if like is not None else self.graph.prices()
-        self._least: _Found | None = None
+        self._prices: list[float] = like._prices if like is not None else self.graph.prices()
+        self._least: Found | None = None
         self._like = like
         self._divisions: list[list[Segment]] | None = None
         self._outcomes: dict[frozenset[int], Outcome] = {_NOTHING: self.plain}
@@ -78,10 +82,10 @@ class Solver:
 
     # The least
 
-    def least(self) -> _Found:
+    def least(self) -> Found:
         """The choice with the smallest peak that was found."""
         if self._least is None:
-            best = _Found(_NOTHING, self.plain)
+            best = Found(_NOTHING, self.plain)
             for segments in self.divisions:
                 steps = _steps_of(segments)
                 for taken in sorted({len(steps) * share // 8 for share in (0, 1, 2, 4, 6)}):
@@ -89,7 +93,7 @@ class Solver:
             self._least = self._toggled(best)
         return self._least
 
-    def _toggled(self, best: _Found) -> _Found:
+    def _toggled(self, best: Found) -> Found:
         """Keep or drop single values, the largest first, while the peak falls."""
         sizes = self.simulator.bytes_of
         values = sorted(self.graph.saved | best.dropped, key=lambda v: (-sizes[v], v))[:_NUM_TOGGLES]
@@ -101,10 +105,10 @@ class Solver:
                 break
         return best
 
-    def _smaller(self, best: _Found, dropped: frozenset[int]) -> _Found:
+    def _smaller(self, best: Found, dropped: frozenset[int]) -> Found:
         outcome = self.run(dropped)
         if (outcome.peak_bytes, outcome.step_s) < (best.outcome.peak_bytes, best.outcome.step_s):
-            return _Found(dropped, outcome)
+            return Found(dropped, outcome)
         return best
 
     # The fastest within a budget
@@ -114,9 +118,13 @@ class Solver:
 
         Raises InfeasibleBudgetError with the smallest budget for which a plan was found.
         """
+        return self.plan(budget_bytes, self.find(budget_bytes))
+
+    def find(self, budget_bytes: int) -> Found:
+        """The choice that `solve` makes a plan of."""
         room = budget_bytes - self.scratch_bytes
         if self.plain.peak_bytes <= room:
-            return self._plan(budget_bytes, _Found(_NOTHING, self.plain), 0.0)
+            return Found(_NOTHING, self.plain)
         least = self.least()
         if least.outcome.peak_bytes > room:
             raise self._infeasible(budget_bytes, least)
@@ -130,30 +138,29 @@ class Solver:
         # Whatever was tried for this or another budget is a plan too: a larger budget never loses to a smaller one.
         fastest = min((o.step_s, i) for i, o in enumerate(self._outcomes.values()) if o.peak_bytes <= room)
         if fastest[0] < best.outcome.step_s:
-            best = _Found(*list(self._outcomes.items())[fastest[1]])
+            best = Found(*list(self._outcomes.items())[fastest[1]])
         bound = lower_bound_s(self.graph, self.simulator, room, self._prices[::2]) + self.simulator.record_s
-        gap = max(0.0, 1 - bound / best.outcome.step_s)
-        return self._plan(budget_bytes, best, gap)
+        return replace(best, gap=max(0.0, 1 - bound / best.outcome.step_s))
 
     def solve_without_recompute(self, budget_bytes: int) -> Plan:
         """The plain step if it fits. Raises InfeasibleBudgetError if not."""
-        found = _Found(_NOTHING, self.plain)
+        found = Found(_NOTHING, self.plain)
         if self.peak_bytes(self.plain) > budget_bytes:
             raise self._infeasible(budget_bytes, found)
-        return self._plan(budget_bytes, found, 0.0)
+        return self.plan(budget_bytes, found)
 
-    def _best_in(self, segments: list[Segment], room: int) -> _Found | None:
+    def _best_in(self, segments: list[Segment], room: int) -> Found | None:
         """Take as many steps along the hulls as fit."""
         steps = _steps_of(segments)
         low, high = 0, len(steps)  # low fits, high does not
         dropped = _dropped_after(segments, [])
-        best = _Found(dropped, self.run(dropped))
+        best = Found(dropped, self.run(dropped))
         if best.outcome.peak_bytes > room:
             # A replay's own working set can be what is too large: keeping a little more may fit.
             for share in (8, 4, 2):
                 low = len(steps) // share
                 dropped = _dropped_after(segments, steps[:low])
-                best = _Found(dropped, self.run(dropped))
+                best = Found(dropped, self.run(dropped))
                 if best.outcome.peak_bytes <= room:
                     break
             else:
@@ -163,12 +170,12 @@ class Solver:
             dropped = _dropped_after(segments, steps[:middle])
             outcome = self.run(dropped)
             if outcome.peak_bytes <= room:
-                low, best = middle, _Found(dropped, outcome)
+                low, best = middle, Found(dropped, outcome)
             else:
                 high = middle
         return self._skip_ahead(segments, steps, low, best, room)
 
-    def _skip_ahead(self, segments: list[Segment], steps: list[_Step], taken: int, best: _Found, room: int) -> _Found:
+    def _skip_ahead(self, segments: list[Segment], steps: list[_Step], taken: int, best: Found, room: int) -> Found:
         """After the first step that does not fit, try smaller ones further on."""
         chosen = steps[:taken]
         blocked = {steps[taken].segment} if taken < len(steps) else set()
@@ -181,14 +188,14 @@ class Solver:
             tries += 1
             if outcome.peak_bytes <= room and outcome.step_s < best.outcome.step_s:
                 chosen.append(step)
-                best = _Found(dropped, outcome)
+                best = Found(dropped, outcome)
             else:
                 blocked.add(step.segment)
             if tries >= 12:
                 break
         return best
 
-    def _spend_the_rest(self, best: _Found, room: int) -> _Found:
+    def _spend_the_rest(self, best: Found, room: int) -> Found:
         """Keep single values, dearest per byte first, while the simulator says that they fit and save time."""
         profile, sizes = self.profile, self.simulator.bytes_of
         for _ in range(2):
@@ -206,7 +213,7 @@ class Solver:
                 outcome = self.run(dropped)
                 tries += 1
                 if outcome.peak_bytes <= room and outcome.step_s < best.outcome.step_s:
-                    best = _Found(dropped, outcome)
+                    best = Found(dropped, outcome)
             if best is before:
                 break
         return best
@@ -226,24 +233,30 @@ class Solver:
 
     # The answer
 
-    def _plan(self, budget_bytes: int, found: _Found, gap: float) -> Plan:
-        profile, outcome = self.profile, found.outcome
+    def plan(self, budget_bytes: int, found: Found) -> Plan:
+        """A choice written down."""
+        return Plan(
+            budget_bytes=budget_bytes,
+            drops=self._by_op(found.dropped),
+            moves=self._by_op(found.moved),
+            forecast=self.forecast(found),
+            gap=found.gap,
+            levers=("recompute",) if found.dropped else (),
+            notes=self.profile.notes,
+        )
+
+    def _by_op(self, values: Set[int]) -> tuple[Drop, ...]:
+        profile = self.profile
         by_op: dict[int, list[int]] = {}
-        for v in found.dropped:
+        for v in values:
             op = profile.values[v].maker
             position = profile.ops[op].positions[profile.ops[op].makes.index(v)]
             by_op.setdefault(op, []).append(position)
-        return Plan(
-            budget_bytes=budget_bytes,
-            drops=tuple(Drop(profile.ops[op].key, tuple(sorted(by_op[op]))) for op in sorted(by_op)),
-            forecast=self.forecast(found.dropped, outcome),
-            gap=gap,
-            levers=("recompute",) if found.dropped else (),
-            notes=profile.notes,
-        )
+        return tuple(Drop(profile.ops[op].key, tuple(sorted(by_op[op]))) for op in sorted(by_op))
 
-    def forecast(self, dropped: Set[int], outcome: Outcome) -> Forecast:
-        breakdown = self.simulator.breakdown(dropped, outcome)
+    def forecast(self, found: Found) -> Forecast:
+        outcome = found.outcome
+        breakdown = self.simulator.breakdown(found.dropped, outcome, found.moved)
         if self.scratch_bytes:
             breakdown["kernel scratch"] = self.scratch_bytes
         return Forecast(
@@ -265,7 +278,7 @@ class Solver:
             name = f"{op.phase.value}, {op.key.module or op.key.op}"
         return name
 
-    def _infeasible(self, budget_bytes: int, least: _Found) -> InfeasibleBudgetError:
+    def _infeasible(self, budget_bytes: int, least: Found) -> InfeasibleBudgetError:
         breakdown = self.simulator.breakdown(least.dropped, least.outcome)
         if self.scratch_bytes:
             breakdown["kernel scratch"] = self.scratch_bytes

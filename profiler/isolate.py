@@ -70,9 +70,10 @@ def in_fork(f: Callable[[], T], timeout_s: float = TIMEOUT_S) -> T:
 
 def _read_all(fd: int, deadline_s: float) -> bytes:
     chunks: list[bytes] = []
+    poll = select.poll()  # select() refuses descriptors above 1023
+    poll.register(fd, select.POLLIN)
     while True:
-        ready, _, _ = select.select([fd], [], [], max(0.0, deadline_s - time.monotonic()))
-        if not ready:
+        if not poll.poll(1e3 * max(0.0, deadline_s - time.monotonic())):
             raise ChildError("the child did not answer in time")
         chunk = os.read(fd, 1 << 20)
         if not chunk:

@@ -62,8 +62,12 @@ class Attachment:
             self._paths = paths_of(model)
         boundaries = _blocks_of(model) if plan is None else frozenset()
         parameters, activations = (state.parameters, state.activations) if state is not None else (None, None)
-        with Recording(decisions, self._paths, boundaries, inputs, parameters, activations):
-            return inner(*args, **kwargs)
+        try:
+            with Recording(decisions, self._paths, boundaries, inputs, parameters, activations):
+                return inner(*args, **kwargs)
+        finally:
+            if parameters is not None:
+                parameters.end_forward()
 
     def _decisions(self, plan: Plan | None) -> Decisions | None:
         if plan is None:

@@ -194,7 +194,7 @@ class View:
             return owner.shown(self)
         owner.check(op)
         if self.is_relative:
-            return _over_parameter(owner.tensor, self)
+            return _over_parameter(owner.tensor if owner.item is None else owner.item.content, self)
         return _over(owner.tensor, self)
 
 
@@ -337,10 +337,11 @@ def _replay(target: Value) -> None:
 class OfParameter:
     """What autograd holds in place of a saved tensor over an offloaded parameter: its geometry alone."""
 
-    __slots__ = ("dtype", "item", "offset", "parameters", "size", "stride", "version")
+    __slots__ = ("dtype", "is_itself", "item", "offset", "parameters", "size", "stride", "version")
 
     def __init__(self, parameters: OffloadedParameters, item: Offloaded, t: torch.Tensor) -> None:
         self.parameters, self.item, self.version = parameters, item, t._version
+        self.is_itself = t is item.tensor  # autograd would hold it, and see `p.data = other`; a view would not
         self.dtype, self.size, self.stride = t.dtype, t.size(), t.stride()
         self.offset = t.storage_offset() - item.tensor.storage_offset()
 
@@ -349,12 +350,13 @@ class OfParameter:
         p = self.item.tensor
         if p._version != self.version:
             raise _written_since(self.dtype, self.size, p._version, self.version)
+        self.parameters.during_backward()
         was_replaying = getattr(_thread, "replaying", False)
         _thread.replaying = True  # backward may run inside a recorded forward
         try:
             self.parameters.reload(self.item)
             with torch._C._AutoDispatchBelowAutograd():
-                return _over_parameter(p, self)
+                return p.detach() if self.is_itself else _over_parameter(self.item.content, self)
         finally:
             _thread.replaying = was_replaying
 

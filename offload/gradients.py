@@ -48,14 +48,22 @@ class OffloadedGradients:
         sizes = {key: p.numel() * p.element_size() for key, p in self.parameters.items()}
         for key, extent in zip(sizes, store.reserve(list(sizes.values())), strict=True):
             self.extents[key] = extent
-        for p in self.parameters.values():
-            self._handles.append(p.register_post_accumulate_grad_hook(_marked(self._accumulated)))
+        self._hooked: set[int] = set()
+        self._hook()
+
+    def _hook(self) -> None:
+        """Hook the parameters that train; others may do so later."""
+        for key, p in self.parameters.items():
+            if key not in self._hooked and p.requires_grad:
+                self._hooked.add(key)
+                self._handles.append(p.register_post_accumulate_grad_hook(_marked(self._accumulated)))
 
     # Backward
 
     def begin_step(self) -> None:
         """A training forward begins. If gradients are there already, more will be accumulated onto them."""
         self._is_settling_asked = False
+        self._hook()
         if not self._accumulates and any(p.grad is not None for p in self.parameters.values()):
             self._accumulates = True
             for p in self.parameters.values():
@@ -111,6 +119,7 @@ class OffloadedGradients:
     def _write(self, key: int, item: Offloaded) -> None:
         assert item.buffer is not None
         item.version, item.is_changed = item.tensor._version, False
+        item.seal()
         self._leaving.append((key, self.store.write(item.extent, item.buffer)))
 
     def _finish(self) -> None:

@@ -1,65 +1,66 @@
-"""A store on a disk: O_DIRECT requests of a few MiB on page-aligned memory, served by a small pool of threads.
+"""A store on a disk: requests of a few MiB on page-aligned memory, served by a small pool of threads.
 
-Space is preallocated, so that nothing runs out in the middle of a step. Files are unlinked as soon as they are open:
-when the process ends, however it ends, their space is free. Where the file system has no O_DIRECT (tmpfs, some
-overlays), requests go through the page cache and leave it again.
+All tensors share one preallocated file (data_file.py), so that nothing runs out in the middle of a step: neither space
+nor descriptors. Transfers pass by the page cache; [Note: Mapped] there says how mappings agree with them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import logging
-import mmap
+import functools
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from memopt.errors import StoreError
-from memopt.offload.sizes import CHUNK_BYTES, pages_up
-from memopt.offload.store import Extent, FreeSpace, Transfer
+from memopt.offload.data_file import FULL, DataFile, DiskCalls, free_bytes
+from memopt.offload.sizes import CHUNK_BYTES, PAGE_BYTES, pages_up
+from memopt.offload.store import Extent, FreeSpace, Transfer, aligned_empty, check_memory
 
-logger = logging.getLogger("memopt")
+__all__ = ["ChecksumError", "DiskCalls", "ForkedStoreError", "NVMeStore", "free_bytes"]
 
 NUM_THREADS = 4
 REQUEST_BYTES = 8 * 2**20
-_NUM_TRIES = 2  # of a request that fails
 
 
-class DiskCalls:
-    """The system calls that move bytes; tests put failing ones here."""
+class ChecksumError(StoreError):
+    """What was read is not what was written, and the disk did not say so: `errno` is EIO."""
 
-    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        return os.preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
-
-    def fallocate(self, fd: int, offset: int, num_bytes: int) -> None:
-        os.posix_fallocate(fd, offset, num_bytes)
+    def __str__(self) -> str:
+        return f"{super().__str__()} What was read does not match the checksum of what was written."
 
 
-@dataclass(slots=True)
-class _File:
-    fd: int
-    map: mmap.mmap
-    num_bytes: int
-    free: FreeSpace = field(default_factory=FreeSpace)
+class ForkedStoreError(StoreError):
+    """A forked child asked to change its parent's store: `errno` is EPERM."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}. A forked child may read its parent's store; only the parent writes it."
 
 
 class NVMeStore:
     """A store in a directory on a disk; see store.py for the order of calls.
 
+    A forked child may read (its reads are done at the call) and look at what is mapped; `reserve` and `write` raise
+    ForkedStoreError there, `release` and `close` leave the parent's side alone.
+
     Args:
-        directory: where the files are made (and unlinked at once).
-        num_threads, request_bytes: how many requests are under way at a time, and how large they are.
-        has_checksums: keep a CRC-32 of each extent that is written whole and compare it when it is read whole. What is
-            written through `mapped` is not covered: an extent that was mapped is no longer compared.
+        directory: where the file is made (and unlinked at once).
+        num_threads: how many requests are under way at a time.
+        request_bytes: how large they are at most.
+        has_checksums: keep a CRC-32 of what is written to each extent and compare it when it is read, alone or joined
+            with neighbours. It can't cover what is written through `mapped`: an extent that was mapped is not compared.
+        capacity_bytes: taken from the disk at once by the first reservation, so that nobody else can take it later.
+        calls: the system calls.
+
+    Attributes:
+        is_direct: whether requests pass by the page cache.
 
     Raises StoreError if the directory can't be written.
     """
@@ -71,247 +72,227 @@ class NVMeStore:
         num_threads: int = NUM_THREADS,
         request_bytes: int = REQUEST_BYTES,
         has_checksums: bool = False,
+        capacity_bytes: int | None = None,
         calls: DiskCalls | None = None,
     ) -> None:
-        self.directory = Path(directory)
+        if num_threads < 1 or request_bytes < 1:
+            raise ValueError(f"a store needs threads and bytes to request, not {num_threads} and {request_bytes}")
         self.num_threads, self.request_bytes = num_threads, pages_up(request_bytes)
-        self.calls = calls or DiskCalls()
+        self.capacity_bytes = pages_up(capacity_bytes or 0)
         self.read_bytes = self.written_bytes = 0
-        self.is_direct = True
-        self._checksums: dict[Extent, int] | None = {} if has_checksums else None
-        self._files: list[_File] = []
+        self._file = DataFile(Path(directory), calls or DiskCalls())
+        self._free = FreeSpace()
+        self._checksums = _Checksums(self._file.directory) if has_checksums else None
         self._pool: ThreadPoolExecutor | None = None
+        self._under_way: set[Transfer] = set()
+        # Reentrant: a finalizer may read or write while its thread is here.
+        self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         self._is_closed = False
-        self._page_file(0).close()  # an unusable directory is told at once
+
+    @property
+    def is_direct(self) -> bool:
+        return self._file.is_direct
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that the store has on the disk now, free ones included."""
+        return self._file.num_bytes
 
     # Space
 
     def reserve(self, sizes: Sequence[int]) -> list[Extent]:
-        """Places for `sizes` bytes each, neighbours in the given order. Raises StoreError if the disk is full."""
-        total = sum(pages_up(num_bytes) for num_bytes in sizes)
+        """Places for `sizes` bytes each, neighbours in the given order where there is room.
+
+        The file grows by at least CHUNK_BYTES where the disk has them, else by what is missing. Raises StoreError
+        (ENOSPC, EDQUOT) if the disk is full, EBADF after `close`; what was reserved before is as it was.
+        """
+        total = sum(map(pages_up, sizes))
+        self._check_usable(total, is_change=True)
         with self._lock:
-            number, offset = self._place_for(total)
-        extents = []
-        for num_bytes in sizes:
-            extents.append(Extent(number, offset, num_bytes))
-            offset += pages_up(num_bytes)
-        return extents
+            offsets = self._free.take(sizes)
+            if offsets is None:
+                try:
+                    self._grow(total - self._free.bytes_before(self._file.num_bytes))
+                except StoreError as e:
+                    offsets = self._free.take_scattered(sizes) if e.errno in FULL else None
+                    if offsets is None:
+                        raise
+                else:
+                    offsets = self._free.take(sizes)
+                    assert offsets is not None, f"the file has grown for {total} B"
+            extents = [Extent(0, offset, num_bytes) for offset, num_bytes in zip(offsets, sizes, strict=True)]
+            if self._checksums is not None:
+                self._checksums.begin(extents)
+            return extents
 
-    def _place_for(self, num_bytes: int) -> tuple[int, int]:
-        if num_bytes == 0:
-            return 0, 0
-        for number, file in enumerate(self._files):
-            offset = file.free.take(num_bytes)
-            if offset is not None:
-                return number, offset
-        # Files grow geometrically, so that there are few of them however many tensors come.
-        size = max(num_bytes, CHUNK_BYTES, sum(file.num_bytes for file in self._files))
+    def _grow(self, missing_bytes: int) -> None:
+        size = self._file.num_bytes
+        least = max(missing_bytes, self.capacity_bytes if size == 0 else 0)
         try:
-            self._files.append(self._new_file(size))
-        except StoreError:
-            if size == num_bytes:
+            self._file.grow(max(least, CHUNK_BYTES))
+        except StoreError as e:
+            if e.errno not in FULL or least >= CHUNK_BYTES:
                 raise
-            self._files.append(self._new_file(num_bytes))
-        number = len(self._files) - 1
-        offset = self._files[number].free.take(num_bytes)
-        assert offset is not None, "a new file is free"
-        return number, offset
-
-    def _new_file(self, num_bytes: int) -> _File:
-        page_file = self._page_file(num_bytes)
-        try:
-            mapping = mmap.mmap(page_file.fileno(), num_bytes, mmap.MAP_SHARED)
-            fd = self._direct(page_file.fileno())
-        except OSError as e:
-            raise StoreError(self.directory, e.errno or errno.EIO, num_bytes) from e
-        finally:
-            page_file.close()
-        file = _File(fd, mapping, num_bytes)
-        file.free.give(0, num_bytes)
-        return file
-
-    def _page_file(self, num_bytes: int) -> _PageFile:
-        """A new file of `num_bytes`, preallocated, without a name."""
-        path = self.directory / f"{os.getpid()}-{len(self._files)}.data"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        except OSError as e:
-            raise StoreError(self.directory, e.errno or errno.EIO, num_bytes) from e
-        file = _PageFile(fd)
-        try:
-            if num_bytes:
-                self._allocate(fd, num_bytes)
-        except OSError as e:
-            file.close()
-            raise StoreError(self.directory, e.errno or errno.EIO, num_bytes) from e
-        finally:
-            os.unlink(path)
-        return file
-
-    def _allocate(self, fd: int, num_bytes: int) -> None:
-        try:
-            self.calls.fallocate(fd, 0, num_bytes)
-        except OSError as e:
-            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            if free_bytes(self.directory) < num_bytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from e
-            zeros = bytes(2**20)
-            for offset in range(0, num_bytes, len(zeros)):
-                os.pwrite(fd, zeros[: num_bytes - offset], offset)
-
-    def _direct(self, fd: int) -> int:
-        """Another descriptor of the same file, with O_DIRECT if the file system has it."""
-        path = f"/proc/self/fd/{fd}"
-        if self.is_direct:
-            try:
-                return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-            except OSError as e:
-                if e.errno != errno.EINVAL:
-                    raise
-                self.is_direct = False
-                logger.warning("memopt: %s has no O_DIRECT: its transfers go through the page cache", self.directory)
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            self._file.grow(least)
+        self._free.give(size, self._file.num_bytes - size)
 
     def release(self, extents: Iterable[Extent]) -> None:
-        """Give places back."""
-        with self._lock:
-            for extent in extents:
-                if self._checksums is not None:
-                    self._checksums.pop(extent, None)
-                if extent.reserved_bytes and not self._is_closed:
-                    self._files[extent.file].free.give(extent.offset, extent.reserved_bytes)
+        """Give places back; they are used again before the file grows."""
+        for extent in extents:
+            self._free.give(extent.offset, extent.reserved_bytes)
 
     # Transfers
 
     def read(self, extent: Extent, into: torch.Tensor) -> Transfer:
-        """Begin to read an extent. A failing request is tried once more; then `wait` raises StoreError."""
-        self.read_bytes += extent.reserved_bytes
+        """Begin to read an extent. A request that fails is tried once more; then `wait` raises StoreError."""
         return self._begin(extent, into, is_read=True)
 
     def write(self, extent: Extent, source: torch.Tensor) -> Transfer:
-        """Begin to write an extent. A failing request is tried once more; then `wait` raises StoreError."""
-        self.written_bytes += extent.reserved_bytes
-        if self._checksums is not None:
-            self._checksums[extent] = zlib.crc32(_view(source, extent.num_bytes))
+        """Begin to write an extent. A request that fails is tried once more; then `wait` raises StoreError."""
         return self._begin(extent, source, is_read=False)
 
-    def _begin(self, extent: Extent, memory: torch.Tensor, is_read: bool) -> Transfer:
+    def _begin(self, extent: Extent, given: torch.Tensor, is_read: bool) -> Transfer:
+        check_memory(extent, given)
+        if given.device.type != "cpu":
+            raise ValueError(f"a disk is read and written from the CPU's memory, not from {given.device}")
         num_bytes = extent.reserved_bytes
-        if memory.dtype is not torch.uint8 or memory.numel() < num_bytes or memory.data_ptr() % 512:
-            raise ValueError(
-                f"a transfer of {num_bytes} B needs page-aligned uint8 memory of that length, not "
-                f"{memory.dtype} x {memory.numel()} at {memory.data_ptr():#x}: see aligned_empty()"
-            )
+        self._check_usable(num_bytes, is_change=not is_read)
         if num_bytes == 0:
-            return Transfer([])
-        pool = self._workers()
-        file = self._files[extent.file]
-        checked = self._checksums.get(extent) if is_read and self._checksums is not None else None
-        pieces: list[Future[None]] = []
-        for start in range(0, num_bytes, self.request_bytes):
-            stop = min(start + self.request_bytes, num_bytes)
-            # The piece is taken out of its holder by the thread that moves it: no reference stays behind.
-            holder = [_view(memory[start:stop], stop - start)]
-            pieces.append(pool.submit(self._move, file.fd, holder, extent.offset + start, is_read))
-        if checked is not None:
-            pieces.append(pool.submit(self._compare, list(pieces), [_view(memory, extent.num_bytes)], checked))
-        return Transfer(pieces)
-
-    def _workers(self) -> ThreadPoolExecutor:
-        if self._is_closed:
-            raise StoreError(self.directory, errno.EBADF, 0)
-        if self._pid != os.getpid():
-            raise RuntimeError("a store belongs to the process that made it: a forked child reads what is mapped")
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="memopt-disk")
-        return self._pool
-
-    def _move(self, fd: int, holder: list[memoryview], offset: int, is_read: bool) -> None:
-        part = holder.pop()
-        try:
-            self._move_all(fd, part, offset, is_read)
-        finally:
-            part.release()
-
-    def _move_all(self, fd: int, part: memoryview, offset: int, is_read: bool) -> None:
-        call = self.calls.preadv if is_read else self.calls.pwritev
-        done, num_tries = 0, 0
-        while done < len(part):
-            rest = part[done:]
-            try:
-                moved = call(fd, [rest], offset + done)
-                if moved <= 0:
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
-            except InterruptedError:
-                continue
-            except OSError as e:
-                num_tries += 1
-                if num_tries >= _NUM_TRIES or e.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise StoreError(self.directory, e.errno or errno.EIO, len(part)) from e
-                continue
-            finally:
-                rest.release()
-            # O_DIRECT goes on only at a block: what a short transfer moved beyond one is moved again.
-            done = done + moved if done + moved == len(part) else (done + moved) // 512 * 512
-        if not self.is_direct:
+            return Transfer()
+        memory = given
+        if given.data_ptr() % PAGE_BYTES or given.numel() < num_bytes:
+            memory = aligned_empty(num_bytes)
             if not is_read:
-                os.fdatasync(fd)
-            os.posix_fadvise(fd, offset, len(part), os.POSIX_FADV_DONTNEED)
+                _copy(memory, given, extent.num_bytes)
+        starts = range(0, num_bytes, self.request_bytes)
+        transfer = Transfer(len(starts), functools.partial(self._finish, extent, memory, given, is_read))
+        for start in starts:
+            length = min(self.request_bytes, num_bytes - start)
+            # By address: the transfer alone holds the memory.
+            self._submit(transfer, memory.data_ptr() + start, length, extent.offset + start, is_read)
+        return transfer
 
-    def _compare(self, pieces: list[Future[None]], holder: list[memoryview], expected: int) -> None:
-        part = holder.pop()
+    def _submit(self, transfer: Transfer, address: int, length: int, offset: int, is_read: bool) -> None:
+        if os.getpid() != self._pid:  # the pool's threads, and whoever holds the lock, are the parent's
+            self._move(transfer, address, length, offset, is_read)
+            return
+        with self._lock:
+            if is_read:
+                self.read_bytes += length
+            else:
+                self.written_bytes += length
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="memopt-disk")
+            self._under_way.add(transfer)
         try:
-            for piece in pieces:
-                piece.result()
-            if zlib.crc32(part) != expected:
-                raise StoreError(self.directory, errno.EIO, len(part))
-        finally:
-            part.release()
+            self._pool.submit(self._move, transfer, address, length, offset, is_read)
+        except RuntimeError:  # the interpreter is exiting and takes no work for threads
+            self._move(transfer, address, length, offset, is_read)
+
+    def _move(self, transfer: Transfer, address: int, length: int, offset: int, is_read: bool) -> None:
+        error: BaseException | None = None
+        try:
+            self._file.move(memoryview((ctypes.c_char * length).from_address(address)), offset, is_read)
+        except BaseException as e:  # whatever it is, somebody waits for it
+            error = e.with_traceback(None)
+        if transfer.piece_is_done(error):
+            self._under_way.discard(transfer)
+
+    def _finish(self, extent: Extent, memory: torch.Tensor, given: torch.Tensor, is_read: bool) -> None:
+        """What follows the last piece, in its thread."""
+        if self._checksums is not None:
+            (self._checksums.compare if is_read else self._checksums.record)(extent, memory.data_ptr())
+        if is_read and memory is not given:
+            _copy(given, memory, extent.num_bytes)
+
+    def _check_usable(self, num_bytes: int, is_change: bool) -> None:
+        if self._is_closed:
+            raise StoreError(self._file.directory, errno.EBADF, num_bytes)
+        if is_change and os.getpid() != self._pid:
+            raise ForkedStoreError(self._file.directory, errno.EPERM, num_bytes)
 
     # Memory
 
     def mapped(self, extent: Extent) -> torch.Tensor:
-        """The extent's payload as memory (uint8), shared with the file."""
+        """The extent's payload as memory (uint8), shared with the file; see data_file.py, [Note: Mapped].
+
+        Pages that are looked at are page cache, which the system takes back when memory is short.
+        """
         if extent.num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        if self._checksums is not None:
-            self._checksums.pop(extent, None)
-        file = self._files[extent.file]
-        return torch.frombuffer(file.map, dtype=torch.uint8, count=extent.num_bytes, offset=extent.offset)
+        self._check_usable(extent.num_bytes, is_change=False)
+        with self._lock:
+            if self._checksums is not None:
+                self._checksums.forget(extent)
+            start, memory = self._file.mapping_of(extent.offset, extent.num_bytes)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=extent.num_bytes, offset=extent.offset - start)
+
+    # The end
+
+    def flush(self) -> None:
+        """Wait for all transfers that have begun. Raises StoreError if one of them failed."""
+        for transfer in self._under_way.copy():
+            transfer.wait()
 
     def close(self) -> None:
-        """Wait for all transfers and close the files. Their space is free when the last mapped tensor is gone."""
-        if self._is_closed:
-            return
+        """Wait for all transfers and close the file. Its space is free when the last mapped tensor is gone."""
         self._is_closed = True
-        if self._pool is not None and self._pid == os.getpid():
+        if self._pool is not None and os.getpid() == self._pid:
             self._pool.shutdown()
-        for file in self._files:
-            os.close(file.fd)
-        self._files = []
+        self._file.close()
 
 
-class _PageFile:
-    """A descriptor that closes itself."""
+@dataclass(slots=True)
+class _Checked:
+    """What is known of one extent's content."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def close(self) -> None:
-        os.close(self._fd)
+    num_bytes: int
+    crc: int | None = None
+    is_mapped: bool = False
 
 
-def _view(memory: torch.Tensor, num_bytes: int) -> memoryview:
-    return memoryview(memory.numpy()).cast("B")[:num_bytes]  # type: ignore[arg-type]
+class _Checksums:
+    """CRC-32 of the extents that are written whole."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._of: dict[int, _Checked] = {}  # by offset
+
+    def begin(self, extents: Iterable[Extent]) -> None:
+        """Extents that are reserved anew."""
+        self._of.update({e.offset: _Checked(e.num_bytes) for e in extents if e.num_bytes})
+
+    def record(self, extent: Extent, address: int) -> None:
+        """Note the checksums of what was written from `address`."""
+        for offset, checked in self._parts(extent):
+            checked.crc = _crc32(address + offset - extent.offset, checked.num_bytes)
+
+    def compare(self, extent: Extent, address: int) -> None:
+        """Raise ChecksumError if what was read to `address` is not what was written."""
+        for offset, checked in self._parts(extent):
+            if checked.crc is None or checked.is_mapped:
+                continue
+            if _crc32(address + offset - extent.offset, checked.num_bytes) != checked.crc:
+                raise ChecksumError(self._directory, errno.EIO, checked.num_bytes)
+
+    def forget(self, extent: Extent) -> None:
+        """The extent may change without our knowledge from here on."""
+        for _, checked in self._parts(extent):
+            checked.is_mapped = True
+
+    def _parts(self, extent: Extent) -> Iterator[tuple[int, _Checked]]:
+        """The reserved extents that a joined one spans."""
+        offset = extent.offset
+        while (checked := self._of.get(offset)) and offset + checked.num_bytes <= extent.offset + extent.num_bytes:
+            yield offset, checked
+            offset += pages_up(checked.num_bytes)
 
 
-def free_bytes(path: str | os.PathLike[str]) -> int:
-    """Bytes that this process may still write on the disk under `path`."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+def _crc32(address: int, num_bytes: int) -> int:
+    return zlib.crc32((ctypes.c_char * num_bytes).from_address(address))
+
+
+def _copy(into: torch.Tensor, source: torch.Tensor, num_bytes: int) -> None:
+    # Not by torch, which would start its own threads beside each of ours.
+    ctypes.memmove(into.data_ptr(), source.data_ptr(), num_bytes)

@@ -8,15 +8,18 @@ its own both ways.
 
 from __future__ import annotations
 
+import copy
+import random
 import types
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from memopt.errors import StoreError
 from memopt.offload.gradients import OffloadedGradients
@@ -73,7 +76,6 @@ class BucketedOptimizer:
         self.optimizer, self.away, self.store, self.bucket_bytes = optimizer, away, store, bucket_bytes
         self.parameters, self.gradients, self.note = parameters, gradients, note
         self.items: dict[tuple[int, str], Offloaded] = {}  # states, by identity of the parameter and key
-        self._owners: dict[int, weakref.ref[torch.Tensor]] = {}
         self._buffers = Buffers()
         self._buffer_bytes = 0
         self._full: str | None = None
@@ -226,8 +228,8 @@ class BucketedOptimizer:
         for item in bucket.items:
             item.attach(bucket.buffer[start : start + item.num_bytes])
             start += item.num_bytes
-        for item in bucket.items:  # each view counts as a holder of the common buffer
-            item.holders = torch._C._storage_Use_Count(bucket.buffer.untyped_storage()._cdata)
+        for item in bucket.items:
+            item.count_holders()
 
     def _begin_offload(self, bucket: _Bucket) -> None:
         if bucket.buffer is None:
@@ -427,16 +429,24 @@ def why_not_bucketed(optimizer: Optimizer) -> str | None:
 
 def is_per_parameter(optimizer: Optimizer) -> bool:
     """Whether stepping a few parameters one by one gives the same bits as stepping them together; tried on copies."""
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         together, parts = (_probe(optimizer, in_parts) for in_parts in (False, True))
     except Exception:
         return False
-    return all(torch.equal(a, b) for a, b in zip(together, parts, strict=True))
+    finally:
+        torch.set_rng_state(generators[0])
+        random.setstate(generators[1])
+        np.random.set_state(generators[2])
+    return len(together) == len(parts) and all(torch.equal(a, b) for a, b in zip(together, parts, strict=True))
 
 
 def _probe(optimizer: Optimizer, in_parts: bool) -> list[torch.Tensor]:
     """Parameters and states after three steps of a copy of `optimizer` on small parameters of its own."""
     own = _copy_of(optimizer)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     generator = torch.Generator().manual_seed(0)
     parameters: list[torch.Tensor] = []
     for group in own.param_groups:
@@ -464,13 +474,29 @@ def _probe(optimizer: Optimizer, in_parts: bool) -> list[torch.Tensor]:
 
 
 def _copy_of(optimizer: Optimizer) -> Optimizer:
-    """A new object of the same class with the same settings, and no state."""
+    """A new object of the same class with the same settings, and no state.
+
+    Raises ValueError if the object keeps tensors outside of `state`: they would be of the whole, not of a bucket.
+    """
     own = object.__new__(type(optimizer))
-    own.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in ("step", ATTRIBUTE)})
+    for name, x in optimizer.__dict__.items():
+        if name in ("step", ATTRIBUTE, "grad_scale", "found_inf"):
+            continue
+        if name not in _OF_EVERY_OPTIMIZER:
+            if any(isinstance(t, torch.Tensor) for t in tree_leaves(x)) or isinstance(x, dict | list | set):
+                raise ValueError(f"{type(optimizer).__name__}.{name} keeps state of its own")
+            x = copy.deepcopy(x)
+        own.__dict__[name] = x
     own.__dict__.update(
         state=defaultdict(dict),
-        param_groups=[dict(group) for group in optimizer.param_groups],
+        param_groups=[{k: _own_setting(v) for k, v in group.items()} for group in optimizer.param_groups],
     )
-    own.__dict__.pop("grad_scale", None)
-    own.__dict__.pop("found_inf", None)
     return own
+
+
+def _own_setting(x: Any) -> Any:
+    """A learning rate may be a tensor, which a step must not share with the original."""
+    return x.clone() if isinstance(x, torch.Tensor) else x
+
+
+_OF_EVERY_OPTIMIZER = frozenset(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).__dict__)

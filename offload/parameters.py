@@ -39,6 +39,7 @@ class OffloadedParameters:
         self._resident: dict[int, Offloaded] = {}
         self._loading: dict[int, tuple[Transfer, torch.Tensor]] = {}
         self._used_bytes = 0
+        self._is_settling_asked = False
         self._threads, self._may_offload = OwnThread(note), True
         self._buffers = Buffers()
         self._learned: list[int] = []
@@ -96,8 +97,31 @@ class OffloadedParameters:
                 self._end(item)
             self._read_ahead()
 
+    def end_forward(self) -> None:
+        """The forward is over: what is in memory stays for backward, but the user's code may write it."""
+        with self._threads.lock:
+            for item in self._loading_items():
+                self._end(item)
+            for item in self._resident.values():
+                if item.is_ours:
+                    item.seal()
+
+    def during_backward(self) -> None:
+        """Backward asks for a parameter: when it is over, all of them are to be away."""
+        if not self._is_settling_asked:
+            self._is_settling_asked = True
+            try:
+                torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+            except RuntimeError:  # somebody looks at a graph's saved tensors, outside of any backward
+                self._is_settling_asked = False
+
+    def _after_backward(self) -> None:
+        self._is_settling_asked = False
+        self.settle()
+
     def _begin(self, item: Offloaded) -> None:
         key = id(item.tensor)
+        item.version = item.tensor._version
         self._make_room(item.num_bytes, later_than=-1, keep=key)
         buffer = self._buffers.take(item.num_bytes)
         self._used_bytes += item.num_bytes
@@ -111,6 +135,9 @@ class OffloadedParameters:
         except StoreError:
             self._used_bytes -= item.num_bytes
             raise
+        if item.tensor._version != item.version:  # written on the store while it was read
+            item.version = item.tensor._version
+            self.store.read(item.extent, buffer).wait()
         item.attach(buffer)
         self._resident[key] = item
         self._by_storage[buffer.untyped_storage()._cdata] = item
@@ -149,9 +176,10 @@ class OffloadedParameters:
         return True
 
     def _forget(self, item: Offloaded) -> None:
-        """The user gave the parameter other memory: our buffer is free."""
+        """The user gave the parameter other memory. Graphs may go on to need what it was: that stays on the store."""
         self._resident.pop(id(item.tensor), None)
         if item.buffer is not None:
+            self.store.write(item.extent, item.buffer).wait()
             self._by_storage.pop(item.buffer.untyped_storage()._cdata, None)
             self._used_bytes -= item.num_bytes
             item.buffer = None
@@ -161,7 +189,7 @@ class OffloadedParameters:
         for ahead in range(1, min(NUM_AHEAD, num) + 1):
             key = self._sequence[(self._position + ahead) % num]
             item = self.items[key]
-            if key in self._loading or not item.is_ours or not item.is_away:
+            if key in self._loading or not item.is_ours or not item.is_away or _is_hooked(item.tensor):
                 continue
             if not self._make_room(item.num_bytes, later_than=self._next_use(item), keep=key):
                 return
@@ -171,6 +199,7 @@ class OffloadedParameters:
 
     def begin_step(self) -> None:
         """A training forward begins: what was learned in the last step is expected again."""
+        self._is_settling_asked = False
         if self._learned:
             self._follow(self._learned)
         self._learned = []
@@ -200,20 +229,23 @@ class OffloadedParameters:
     # The rest of the step
 
     def settle(self) -> None:
-        """Offload all that can be: the optimizer reloads them bucket by bucket."""
-        for item in [*self._loading_items()]:
-            self._end(item)
-        for item in [*self._resident.values()]:
-            self._offload(item)
-        self._buffers.drop()
+        """Offload all that can be: the optimizer reloads them bucket by bucket, and the user's code finds them away."""
+        with self._threads.lock:
+            for item in self._loading_items():
+                self._end(item)
+            for item in [*self._resident.values()]:
+                self._offload(item)
+            self._buffers.drop()
 
     def _loading_items(self) -> list[Offloaded]:
         return [self.items[key] for key in self._loading]
 
     def changed(self, storage: int) -> None:
-        """Note that the memory of a parameter (a storage's _cdata) was written."""
+        """Note that the memory of a parameter (a storage's _cdata) is about to be written."""
         item = self._by_storage.get(storage)
         if item is not None:
+            if id(item.tensor) in self._loading:
+                self._end(item)
             item.is_changed = True
 
     def take_back(self) -> None:

@@ -5,6 +5,10 @@ reads it outside its use (a checkpoint, a norm, a moving average, a debugger) ge
 whoever writes it writes the store. So what is not reloaded in time costs time; it never changes a number. Reloading and
 offloading move `Tensor.data`: the object, its version counter and its place in graphs and optimizers stay.
 
+[Note: Unseen writes] A write through `.data` moves no version counter. While only ops run that the tape sees, nobody
+writes unseen; where the user's own code may run, what is in memory is compared by partial sums before its content on
+the store is believed. What is away can be written freely: that is the store.
+
 [Note: Holders] A reloaded tensor may be offloaded only if nobody else looks at its memory: a view that the user's code
 keeps would go on to show old values. The storage's use count tells; a tensor that is held stays in memory.
 """
@@ -18,19 +22,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from memopt.offload.sizes import PAGE_BYTES, pages_up
+from memopt.offload.sizes import pages_up, stored_bytes
 from memopt.offload.store import Extent, Store, aligned_empty, joined
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
 
 def can_be_away(t: torch.Tensor) -> bool:
-    """Whether `t` is a dense CPU tensor of at least one page, so that a copy of its bytes is all of it."""
+    """Whether `t` is a dense CPU tensor that is not small, so that a copy of its bytes is all of it."""
     return (
         type(t) in _PLAIN_TYPES
         and t.layout is torch.strided
         and t.device.type == "cpu"
-        and t.numel() * t.element_size() >= PAGE_BYTES
+        and stored_bytes(t.numel() * t.element_size()) > 0
         and not t.is_inference()
         and not t.is_neg()
         and not (t.is_complex() and t.is_conj())
@@ -85,6 +89,7 @@ class Offloaded:
         "holders",
         "is_changed",
         "mapped",
+        "sums",
         "tensor",
         "version",
     )
@@ -97,6 +102,7 @@ class Offloaded:
         self.buffer: torch.Tensor | None = None  # page-aligned bytes that hold the content while it is resident
         self.holders = 0
         self.version = -1
+        self.sums: torch.Tensor | None = None
         self.is_changed = False  # written where the version counter does not tell
 
     @property
@@ -113,13 +119,22 @@ class Offloaded:
         key: int = self.tensor.untyped_storage()._cdata
         return key == (self._mapped_key if self.buffer is None else self._buffer_key)
 
+    @property
+    def content(self) -> torch.Tensor:
+        """What the tensor was when it was last ours: after `t.data = other` that is on the store."""
+        return self.tensor if self.is_ours else self.mapped
+
     def attach(self, buffer: torch.Tensor) -> None:
         """Make the tensor resident over `buffer`, which holds its content (uint8, page-aligned)."""
         with torch._C._DisableTorchDispatch():
             self.tensor.data = self.geometry.over(buffer)
-        self.buffer, self.version, self.is_changed = buffer, self.tensor._version, False
+        self.buffer, self.version, self.is_changed, self.sums = buffer, self.tensor._version, False, None
         self._buffer_key = buffer.untyped_storage()._cdata
-        self.holders = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+        self.count_holders()
+
+    def count_holders(self) -> None:
+        """Note who looks at the memory now: us alone. Several tensors may lie in one buffer; count when all are there."""
+        self.holders = torch._C._storage_Use_Count(self._buffer_key)
 
     def detach(self) -> torch.Tensor | None:
         """Let the tensor be away: its content must be on the store. Returns the buffer that is free now."""
@@ -128,10 +143,19 @@ class Offloaded:
         buffer, self.buffer = self.buffer, None
         return buffer
 
+    def seal(self) -> None:
+        """Note the content: the user's code may run from here on. See [Note: Unseen writes]."""
+        assert self.buffer is not None
+        self.sums = _sums(self.buffer[: self.geometry.num_bytes])
+
     @property
     def is_dirty(self) -> bool:
         """Whether the content may differ from what is on the store."""
-        return self.is_changed or self.tensor._version != self.version
+        if self.is_changed or self.tensor._version != self.version:
+            return True
+        if self.sums is None or self.buffer is None:
+            return False
+        return not torch.equal(self.sums, _sums(self.buffer[: self.geometry.num_bytes]))
 
     @property
     def is_held(self) -> bool:
@@ -147,6 +171,16 @@ class Offloaded:
         own.copy_(self.tensor.detach())
         self.tensor.data = own
         self.buffer = None
+
+
+def _sums(content: torch.Tensor) -> torch.Tensor:
+    """Partial sums of a content (uint8) that tell, as good as surely, whether any of it was written."""
+    num_words = content.numel() // 8
+    rows = max(1, min(64, num_words // 64))
+    words = content[: num_words * 8].view(torch.int64)
+    even = num_words // rows * rows
+    parts = [words[:even].view(rows, -1).sum(1), words[even:].sum()[None], content[num_words * 8 :].sum()[None]]
+    return torch.cat(parts)
 
 
 class OwnThread:

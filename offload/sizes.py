@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 PAGE_BYTES = 4096
+LEAST_STORED_BYTES = PAGE_BYTES  # a smaller tensor would take more of the store than it gives back in memory
 CHUNK_BYTES = 64 * 2**20  # files grow by at least this much
 
 
@@ -14,8 +15,8 @@ def pages_up(num_bytes: int) -> int:
 
 
 def stored_bytes(num_bytes: int) -> int:
-    """What a tensor of `num_bytes` takes on a store when model state is offloaded; below a page it stays in memory."""
-    return pages_up(num_bytes) if num_bytes >= PAGE_BYTES else 0
+    """What a tensor of `num_bytes` takes on a store when it is offloaded; 0 for a small one, which stays in memory."""
+    return pages_up(num_bytes) if num_bytes >= LEAST_STORED_BYTES else 0
 
 
 def file_bytes(sizes: Iterable[int]) -> int:
@@ -24,11 +25,12 @@ def file_bytes(sizes: Iterable[int]) -> int:
 
 
 def slab_bytes(sizes: Iterable[int]) -> int:
-    """Bytes of host memory for extents of the given sizes: one slab, exactly sized, registered once.
+    """Bytes of host memory for extents of the given sizes: one slab and what brings it to a page's begin.
 
     Not one `pin_memory()` per tensor: that rounds each up to a power of two.
     """
-    return file_bytes(sizes)
+    num_bytes = file_bytes(sizes)
+    return num_bytes + PAGE_BYTES if num_bytes else 0
 
 
 def buckets_of(sizes: Sequence[int], limit_bytes: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memopt.errors import InfeasibleBudgetError
-from memopt.offload.sizes import PAGE_BYTES, file_bytes, pages_up
+from memopt.offload.sizes import file_bytes, pages_up, stored_bytes
 from memopt.policies.placement import ModelState, Placement, Traffic, placed, stalls, traffic
 from memopt.policies.plan import Plan
 from memopt.policies.solve import Found, Progress, Solver
@@ -117,13 +117,13 @@ class OffloadSolver:
 
     def _movable(self, solver: Solver) -> frozenset[int]:
         sizes = solver.simulator.bytes_of
-        return frozenset(v for v in solver.graph.saved if sizes[v] >= PAGE_BYTES)
+        return frozenset(v for v in solver.graph.saved if stored_bytes(sizes[v]))
 
     def _kept_beside(self, solver: Solver, dropped: frozenset[int]) -> frozenset[int]:
         """What is kept when `dropped` is dropped and could be moved: other saved values, and what replays read."""
         profile, sizes = self.profile, solver.simulator.bytes_of
         read = {v for u in dropped for v in profile.ops[profile.values[u].maker].reads}
-        sources = frozenset(v for v in read & solver.simulator.droppable if sizes[v] >= PAGE_BYTES)
+        sources = frozenset(v for v in read & solver.simulator.droppable if stored_bytes(sizes[v]))
         return (self._movable(solver) | sources) - dropped
 
     # The fastest
@@ -213,7 +213,7 @@ class OffloadSolver:
         replays = [
             _Replay(
                 tuple(members),
-                tuple(v for v in members if v in saved and sizes[v] >= PAGE_BYTES),
+                tuple(v for v in members if v in saved and stored_bytes(sizes[v])),
                 sum(profile.ops[op].seconds for op in {profile.values[v].maker for v in members}),
                 sum(sizes[v] for v in members if v in saved),
             )

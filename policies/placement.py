@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from memopt.offload.sizes import PAGE_BYTES, buckets_of, stored_bytes
+from memopt.offload.sizes import buckets_of, stored_bytes
 from memopt.policies.plan import Away
 from memopt.profiler.hardware import Hardware
 from memopt.profiler.profile import NEVER, Kind, Phase, Profile, Storage
@@ -76,7 +76,7 @@ class ModelState:
             Kind.OPTIMIZER_STATE: self.states,
         }
         for i, s in enumerate(profile.storages):
-            if s.kind in by_kind and s.module and s.num_bytes >= PAGE_BYTES:
+            if s.kind in by_kind and s.module and stored_bytes(s.num_bytes):
                 by_kind[s.kind].setdefault(s.module, []).append(i)
         self.order = list(self.parameters)
         self.step_at = next((op.at for op in profile.ops if op.phase is Phase.STEP), profile.ends_at)

@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,13 @@ from situations import harness
 from torch import nn
 
 import memopt
+import memopt.wrap
 from memopt.apply import attach, detach
+from memopt.offload import sizes
+from memopt.policies.offload import OffloadSolver
+from memopt.policies.plan import Plan
+from memopt.profiler.hardware import CATALOGUE
+from memopt.profiler.profile import Profile
 from memopt.session import Session
 
 NAMES = sorted(m.name for m in pkgutil.iter_modules(situations.__path__) if re.match(r"[a-z]\d\d_", m.name))
@@ -25,7 +32,11 @@ MODES: dict[str, dict[str, Any]] = {
     "recompute": {"budget": "min", "allow": {"recompute"}},
     "half": {"budget": lambda profile: (profile.peak_bytes + profile.min_bytes) // 2},
     "everything": {},  # no plan: whatever can be replayed is dropped, and nothing is profiled
+    "away": {"budget": "min"},  # all of the model's state and all activations on disk, however small
+    "away and recomputed": {"budget": "min"},  # the same, and what can be recomputed is, from what was moved
 }
+
+AWAY = ("away", "away and recomputed")
 
 # They compile, or plan a transformer or many steps: seconds each.
 SLOW = {
@@ -49,6 +60,26 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def build_of(name: str) -> Callable[[], harness.Case]:
     return importlib.import_module(f"situations.{name}").build
+
+
+@pytest.fixture(autouse=True)
+def _all_goes_to_disk(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the modes "away": tensors of any size go, under the plan that moves most instead of the best one."""
+    if mode not in AWAY:
+        return
+    monkeypatch.setitem(MODES[mode], "nvme", str(tmp_path))
+    monkeypatch.setattr(sizes, "LEAST_STORED_BYTES", 1)
+
+    def plan_all_away(profile: Profile, budget: Any, allow: Any, nvme: str | None = None, **_: Any) -> Plan:
+        if nvme is None:
+            return memopt.plan(profile, budget, allow)
+        solver = OffloadSolver(profile, CATALOGUE["cpu"], may_recompute=True)
+        rung = solver._rung(solver.placements(0)[-1])
+        dropped = rung.solver.least().dropped if mode == "away and recomputed" else frozenset()
+        moved = solver._kept_beside(rung.solver, dropped)
+        return solver._plan(rung, solver._moving(rung, dropped, moved), 2**40, nvme)
+
+    monkeypatch.setattr(memopt.wrap, "plan", plan_all_away)
 
 
 @functools.cache

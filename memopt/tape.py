@@ -129,7 +129,9 @@ class Source:
 
     __slots__ = ("__weakref__", "item", "parameters", "sample", "tensor", "version")
 
-    def __init__(self, x: torch.Tensor, parameters: OffloadedParameters | None, item: Offloaded | None) -> None:
+    def __init__(
+        self, x: torch.Tensor, parameters: OffloadedParameters | None = None, item: Offloaded | None = None
+    ) -> None:
         # Of an offloaded parameter the object itself is held: an alias would hold its memory.
         self.parameters, self.item = parameters, item
         self.tensor, self.version = _alias(x) if item is None else item.tensor, x._version
@@ -396,6 +398,8 @@ class Recording(TorchDispatchMode):
         self.made: set[int] = set()  # without a plan: storages whose making was seen
         self.flags = backend_flags()
         self.values: dict[int, Value] = {}
+        # Offloaded parameters take turns in the same memory: theirs are not known by storage.
+        self.parameter_sources: dict[int, weakref.ref[Source]] = {}
         self.weak_storages: list[Any] = []  # a storage's address is not used again while a weak reference holds it
         self.handles: list[weakref.ref[Dropped]] = []
         self.lock = threading.RLock()
@@ -427,6 +431,7 @@ class Recording(TorchDispatchMode):
         self.frames.on_exit = None
         # From here on only what backward will ask for stays alive: handles hold values, values nodes, nodes sources.
         self.values.clear()
+        self.parameter_sources.clear()
         self.made.clear()
         for weak in self.weak_storages:
             torch.UntypedStorage._free_weak_ref(weak)
@@ -515,9 +520,12 @@ class Recording(TorchDispatchMode):
         """Run an op that writes its arguments: sources are copied first, and the storages hold new values after."""
         written = [t for t in written_tensors(facts, args, kwargs) if _is_plain(t)]
         keys = [t.untyped_storage()._cdata for t in written]
-        for key in keys:
+        for t, key in zip(written, keys, strict=True):
             value = self.values.get(key)
-            source = value.source() if value is not None and value.source is not None else None
+            ref = value.source if value is not None else None
+            if self.parameters is not None and (item := self.parameters.item_of(t)) is not None:
+                ref = self.parameter_sources.pop(id(item), None)
+            source = ref() if ref is not None else None
             if source is not None:
                 source.copy_before_write()
         out = func(*args, **kwargs)
@@ -581,6 +589,8 @@ class Recording(TorchDispatchMode):
     def _reference(self, x: Any, parents: dict[int, Value]) -> Any:
         """What a node keeps of an argument."""
         if isinstance(x, torch.Tensor):
+            if self.parameters is not None and (item := self.parameters.item_of(x)) is not None:
+                return View(self._parameter_source(x, item), x)
             storage = x.untyped_storage()
             value = self.values.get(storage._cdata)
             if value is None:
@@ -591,13 +601,20 @@ class Recording(TorchDispatchMode):
                 return View(value, x)
             source = value.source() if value.source is not None else None
             if source is None:
-                item = self.parameters.item_of(x) if self.parameters is not None else None
-                source = Source(x, self.parameters, item)
+                source = Source(x)
                 value.source = weakref.ref(source)
             return View(source, x)
         if isinstance(x, list | tuple):
             return type(x)(self._reference(y, parents) for y in x)
         return x
+
+    def _parameter_source(self, x: torch.Tensor, item: Offloaded) -> Source:
+        ref = self.parameter_sources.get(id(item))
+        source = ref() if ref is not None else None
+        if source is None:
+            source = Source(x, self.parameters, item)
+            self.parameter_sources[id(item)] = weakref.ref(source)
+        return source
 
     def _keep_output(self, module: nn.Module, output: Any) -> None:
         if id(module) in self.boundaries:

@@ -12,6 +12,7 @@ import functools
 import os
 import threading
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -165,35 +166,43 @@ class NVMeStore:
             memory = aligned_empty(num_bytes)
             if not is_read:
                 _copy(memory, given, extent.num_bytes)
-        starts = range(0, num_bytes, self.request_bytes)
-        transfer = Transfer(len(starts), functools.partial(self._finish, extent, memory, given, is_read))
-        for start in starts:
-            length = min(self.request_bytes, num_bytes - start)
-            # By address: the transfer alone holds the memory.
-            self._submit(transfer, memory.data_ptr() + start, length, extent.offset + start, is_read)
+        starts = deque(range(0, num_bytes, self.request_bytes))
+        num_movers = min(self.num_threads, len(starts))
+        transfer = Transfer(num_movers, functools.partial(self._finish, extent, memory, given, is_read))
+        # By address: the transfer alone holds the memory.
+        whole = memoryview((ctypes.c_char * num_bytes).from_address(memory.data_ptr()))
+        move = functools.partial(self._move, transfer, starts, whole, extent.offset, is_read)
+        pool = self._pool_for(transfer, num_bytes, is_read)
+        for _ in range(num_movers):
+            try:
+                pool.submit(move) if pool else move()
+            except RuntimeError:  # the interpreter is exiting and takes no work for threads
+                move()
         return transfer
 
-    def _submit(self, transfer: Transfer, address: int, length: int, offset: int, is_read: bool) -> None:
-        if os.getpid() != self._pid:  # the pool's threads, and whoever holds the lock, are the parent's
-            self._move(transfer, address, length, offset, is_read)
-            return
+    def _pool_for(self, transfer: Transfer, num_bytes: int, is_read: bool) -> ThreadPoolExecutor | None:
+        """The threads, made at the first use. None in a forked child: they, and who holds the lock, are the parent's."""
+        if os.getpid() != self._pid:
+            return None
         with self._lock:
             if is_read:
-                self.read_bytes += length
+                self.read_bytes += num_bytes
             else:
-                self.written_bytes += length
+                self.written_bytes += num_bytes
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="memopt-disk")
             self._under_way.add(transfer)
-        try:
-            self._pool.submit(self._move, transfer, address, length, offset, is_read)
-        except RuntimeError:  # the interpreter is exiting and takes no work for threads
-            self._move(transfer, address, length, offset, is_read)
+            return self._pool
 
-    def _move(self, transfer: Transfer, address: int, length: int, offset: int, is_read: bool) -> None:
+    def _move(self, transfer: Transfer, starts: deque[int], whole: memoryview, offset: int, is_read: bool) -> None:
+        """Move requests of one transfer until none is left; each thread takes the next one."""
         error: BaseException | None = None
         try:
-            self._file.move(memoryview((ctypes.c_char * length).from_address(address)), offset, is_read)
+            while True:
+                start = starts.popleft()
+                self._file.move(whole[start : start + self.request_bytes], offset + start, is_read)
+        except IndexError:
+            pass
         except BaseException as e:  # whatever it is, somebody waits for it
             error = e.with_traceback(None)
         if transfer.piece_is_done(error):

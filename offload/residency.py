@@ -133,7 +133,7 @@ class Offloaded:
         self.count_holders()
 
     def count_holders(self) -> None:
-        """Note who looks at the memory now: us alone. Several tensors may lie in one buffer; count when all are there."""
+        """Note who looks at the memory now: us alone. Several tensors in one buffer: when all of them are there."""
         self.holders = torch._C._storage_Use_Count(self._buffer_key)
 
     def detach(self) -> torch.Tensor | None:

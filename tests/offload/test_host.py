@@ -49,10 +49,12 @@ def test_more_than_the_host_has_is_refused_with_the_number():
     assert failed.value.num_bytes == slab_bytes([num_bytes])
 
 
-def test_available_is_no_more_than_the_machine_has_and_a_group_has_left():
-    found = host_bytes_available()
-    assert 0 < found <= psutil.virtual_memory().total
-    assert found <= min(cgroup_bytes_left(), default=found) + 64 * MIB  # others allocate meanwhile
+def test_available_is_what_the_machine_has_unless_a_group_has_less_left(monkeypatch):
+    assert 0 < host_bytes_available() <= psutil.virtual_memory().total
+    monkeypatch.setattr("memopt.offload.host.cgroup_bytes_left", lambda: iter([2**60, 123, 2**50]))
+    assert host_bytes_available() == 123
+    with pytest.raises(StoreError, match="ENOMEM"):
+        HostStore(MIB)
 
 
 @pytest.mark.parametrize("version", [1, 2])

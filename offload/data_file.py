@@ -5,6 +5,7 @@ serves all of it, mappings included.
 
 [Note: Mapped] Requests pass by the page cache (O_DIRECT), mappings show it. Linux keeps the two coherent when they take
 turns: a direct read first writes back what was changed in a mapping, a direct write drops the cached pages under it.
+Taking turns is asked for page by page: neighbours never share one.
 """
 
 from __future__ import annotations

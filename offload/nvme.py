@@ -166,8 +166,9 @@ class NVMeStore:
             memory = aligned_empty(num_bytes)
             if not is_read:
                 _copy(memory, given, extent.num_bytes)
-        starts = deque(range(0, num_bytes, self.request_bytes))
-        num_movers = min(self.num_threads, len(starts))
+        requests = range(0, num_bytes, self.request_bytes)
+        num_movers = min(self.num_threads, len(requests))
+        starts = deque([*requests, *[None] * num_movers])  # None tells one thread that it was the last
         transfer = Transfer(num_movers, functools.partial(self._finish, extent, memory, given, is_read))
         # By address: the transfer alone holds the memory.
         whole = memoryview((ctypes.c_char * num_bytes).from_address(memory.data_ptr()))
@@ -181,7 +182,7 @@ class NVMeStore:
         return transfer
 
     def _pool_for(self, transfer: Transfer, num_bytes: int, is_read: bool) -> ThreadPoolExecutor | None:
-        """The threads, made at the first use. None in a forked child: they, and who holds the lock, are the parent's."""
+        """The threads, made at the first use. None in a forked child: they and the lock's holder are the parent's."""
         if os.getpid() != self._pid:
             return None
         with self._lock:
@@ -194,15 +195,14 @@ class NVMeStore:
             self._under_way.add(transfer)
             return self._pool
 
-    def _move(self, transfer: Transfer, starts: deque[int], whole: memoryview, offset: int, is_read: bool) -> None:
+    def _move(
+        self, transfer: Transfer, starts: deque[int | None], whole: memoryview, offset: int, is_read: bool
+    ) -> None:
         """Move requests of one transfer until none is left; each thread takes the next one."""
         error: BaseException | None = None
         try:
-            while True:
-                start = starts.popleft()
+            while (start := starts.popleft()) is not None:
                 self._file.move(whole[start : start + self.request_bytes], offset + start, is_read)
-        except IndexError:
-            pass
         except BaseException as e:  # whatever it is, somebody waits for it
             error = e.with_traceback(None)
         if transfer.piece_is_done(error):

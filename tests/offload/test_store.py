@@ -285,6 +285,32 @@ def test_mapped_memory_and_transfers_show_the_same(store):
             assert torch.equal(store.mapped(extent), content.flip(0))
 
 
+def test_mapped_writes_and_transfers_of_neighbours_do_not_disturb_each_other(store):
+    extents = store.reserve([PAGE_BYTES] * 64)
+    put(store, joined(extents), torch.zeros(64 * PAGE_BYTES, dtype=torch.uint8))
+    mapped = [store.mapped(e) for e in extents]
+    lost = []
+
+    def write_mapped():
+        for value in range(1, 60):
+            for t in mapped[1::2]:
+                t.fill_(value)
+            lost.extend(t for t in mapped[1::2] if not (t == value).all())
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(write_mapped)
+        value = 0
+        while not done.done():
+            value = value % 250 + 1
+            source = aligned_empty(PAGE_BYTES).fill_(value)
+            for transfer in [store.write(e, source) for e in extents[::2]]:
+                transfer.wait()
+            lost.extend(t for t in mapped[::2] if not torch.equal(t, source))
+        done.result()
+    assert not lost
+    assert all((got(store, e) == 59).all() for e in extents[1::2])
+
+
 def test_mapped_memory_outlives_the_store():
     for kind in KINDS:
         with opened(kind) as store:

@@ -13,7 +13,7 @@ from memopt.errors import FakeStepError, UnsupportedError
 from memopt.policies.offload import OffloadSolver
 from memopt.policies.plan import Plan
 from memopt.policies.solve import Progress, Solver, least_peak_bytes
-from memopt.profiler.hardware import CATALOGUE, Hardware, hardware_named
+from memopt.profiler.hardware import Hardware, hardware_named
 from memopt.profiler.profile import Profile
 from memopt.profiler.step import profile_step
 from memopt.state import check_room
@@ -37,7 +37,8 @@ def profile(workload: Workload, mode: str = "fake", hardware: str | None = None)
     Args:
         mode: "fake" runs the step on fake tensors: nothing is allocated, times come from a roofline. "run" trains a
             copy of the model for two steps and measures each op; it needs room for the copy.
-        hardware: a name from the catalogue ("h100", "cpu") for the roofline; by default the model's device.
+        hardware: a name from the catalogue ("h100", "cpu") for the roofline; by default the model's device, as
+            `memopt calibrate` measured it if it did.
 
     If fake tensors can't follow the step (it depends on the values of its data, or an op has no fake form), a real one
     is profiled instead, and a note says so. Raises UnsupportedError for what can't be profiled, ValueError for bad
@@ -113,8 +114,7 @@ def plan(
         raise UnsupportedError(f"offload from {profile.device}", "this version offloads from the CPU's memory only")
     is_min = isinstance(budget, str) and budget.strip().lower() == "min"
     if nvme is not None and "offload" in levers:
-        hardware = CATALOGUE.get(profile.hardware, CATALOGUE["cpu"])
-        offload = OffloadSolver(profile, hardware, "recompute" in levers, progress)
+        offload = OffloadSolver(profile, profile.rates, "recompute" in levers, progress)
         made = offload.solve(offload.least_bytes() if is_min else budget_in_bytes(profile, budget, device_bytes), nvme)
         check_room(nvme, made.forecast.store_bytes)
         return made
@@ -126,6 +126,16 @@ def plan(
     if "recompute" not in levers:
         return solver.solve_without_recompute(budget_bytes)
     return solver.solve(budget_bytes)
+
+
+def smallest_budget_bytes(
+    profile: Profile, allow: Iterable[str] | None = None, *, nvme: str, progress: Progress | None = None
+) -> int:
+    """The least peak that a plan with a disk at hand can reach: what `plan` takes "min" for. Raises as `plan` does."""
+    levers = check_levers(allow, nvme, None)
+    if profile.device != "cpu":
+        raise UnsupportedError(f"offload from {profile.device}", "this version offloads from the CPU's memory only")
+    return OffloadSolver(profile, profile.rates, "recompute" in levers, progress).least_bytes()
 
 
 def budget_in_bytes(profile: Profile, budget: Budget, device_bytes: int | None) -> int:
@@ -140,7 +150,7 @@ def _device_bytes(profile: Profile) -> int | None:
         return int(psutil.virtual_memory().total)
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    return CATALOGUE[profile.hardware].memory_bytes or None
+    return profile.rates.memory_bytes or None
 
 
 def check_levers(allow: Iterable[str] | None, nvme: str | None, host_budget: int | str | None) -> frozenset[str]:

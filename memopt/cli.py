@@ -1,4 +1,4 @@
-"""The command line: `memopt report` and `memopt demo`.
+"""The command line: `memopt report`, `memopt calibrate` and `memopt demo`.
 
 Results go to stdout, progress and errors to stderr. Exit codes of a report: 0 fits, 2 usage or the user's own code,
 3 does not fit, 4 unsupported. The demo: 0, or 1 if a number differs or a peak is over its budget.
@@ -18,13 +18,24 @@ import typer
 from rich.console import Console, RenderableType
 
 from memopt import __version__
-from memopt.api import check_levers, plan, profile
+from memopt.api import check_levers, plan, profile, smallest_budget_bytes
+from memopt.calibrate import assumed, calibrate
 from memopt.demo import Shape, run_demo
 from memopt.errors import InfeasibleBudgetError, MemoptError, UnsupportedError
+from memopt.profiler.calibration import save_calibration
 from memopt.profiler.hardware import Hardware, hardware_named
 from memopt.profiler.profile import Profile
-from memopt.remedies import IS_SLOW, Remedy, remedies
-from memopt.report import Findings, demo_report, demo_to_json, findings, report, to_json
+from memopt.remedies import IS_SLOW, Means, Remedy, remedies
+from memopt.report import (
+    Findings,
+    calibration_report,
+    calibration_to_json,
+    demo_report,
+    demo_to_json,
+    findings,
+    report,
+    to_json,
+)
 from memopt.target import DtypeChoice, OptimizerChoice, Options, Target, TargetError, load_target, users_line
 from memopt.units import parse_budget
 
@@ -89,7 +100,11 @@ def report_command(
     ] = Mode.FAKE,
     hardware: Annotated[str | None, typer.Option(help='Whose speed to assume: "h100", "rtx4090", "cpu", ...')] = None,
     allow: Annotated[
-        list[str] | None, typer.Option(help='Lever to allow, may be repeated: "recompute"; "none" for the plain step.')
+        list[str] | None,
+        typer.Option(help='Lever to allow, may be repeated: "recompute", "offload"; "none" for the plain step.'),
+    ] = None,
+    nvme: Annotated[
+        Path | None, typer.Option(help="Directory on a disk for model state and activations that are offloaded.")
     ] = None,
     advice: Annotated[bool, typer.Option(help="Try what would help if it is slow or does not fit.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
@@ -102,7 +117,8 @@ def report_command(
             raise TargetError("--save-plan needs --budget: without one there is no plan")
         speed = hardware_named(hardware) if hardware is not None else None
         levers = None if allow is None else {lever for lever in allow if lever != "none"}
-        check_levers(levers, None, None)
+        where = None if nvme is None else str(nvme)
+        check_levers(levers, where, None)
         options = Options(batch=batch, seq=seq, optimizer=optimizer, dtype=dtype, micro_batches=micro_batches)
         with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the report
             progress(f"loading {target}")
@@ -112,7 +128,7 @@ def report_command(
             facts = _profile_of(found, mode, hardware, progress)
             if save_profile is not None:
                 facts.save(save_profile)
-            told = _planned(found, facts, budget, levers, speed, advice, progress)
+            told = _planned(found, facts, budget, Means(levers, where), speed, advice, progress)
         if save_plan is not None and told.plan is not None:
             told.plan.save(save_plan)
     _show(to_json(told) if as_json else report(told))
@@ -146,7 +162,7 @@ def _planned(
     found: Target,
     facts: Profile,
     budget: str | None,
-    levers: set[str] | None,
+    means: Means,
     speed: Hardware | None,
     advice: bool,
     progress: Callable[[str], None],
@@ -155,19 +171,23 @@ def _planned(
     notes = []
     if speed is not None and speed.name != "cpu" and facts.device == "cpu":
         notes.append(f"op times are those of {speed.name}; bytes are counted as torch allocates them on the CPU")
+    smallest_bytes = facts.min_bytes
+    if means.nvme is not None:
+        smallest_bytes = smallest_budget_bytes(facts, means.allow, nvme=means.nvme, progress=progress)
     if budget is None:
-        return findings(found.name, found.about, facts, notes=tuple(notes))
+        return findings(found.name, found.about, facts, smallest_bytes=smallest_bytes, notes=tuple(notes))
     device_bytes = (speed.memory_bytes or None) if speed is not None else None
-    made, smallest_bytes = None, facts.min_bytes
+    made = None
     progress("planning")
     try:
-        made = plan(facts, budget, levers, device_bytes=device_bytes, progress=progress)
+        wanted = smallest_bytes if means.nvme is not None and budget.strip().lower() == "min" else budget
+        made = plan(facts, wanted, means.allow, nvme=means.nvme, device_bytes=device_bytes, progress=progress)
         budget_bytes, smallest_bytes = made.budget_bytes, min(smallest_bytes, made.forecast.peak_bytes)
     except InfeasibleBudgetError as e:
         budget_bytes, smallest_bytes = e.budget_bytes, min(smallest_bytes, e.smallest_bytes)
     tried: tuple[Remedy, ...] = ()
     if advice and (made is None or made.forecast.slowdown >= IS_SLOW):
-        tried = remedies(found, budget_bytes, speed, progress)
+        tried = remedies(found, budget_bytes, means, speed, progress)
     return findings(
         found.name,
         found.about,
@@ -178,6 +198,21 @@ def _planned(
         remedies=tried,
         notes=tuple(notes),
     )
+
+
+@app.command("calibrate")
+def calibrate_command(
+    nvme: Annotated[
+        Path | None, typer.Option(help="Directory whose disk is measured too: the one that offload is to use.")
+    ] = None,
+    device: Annotated[str, typer.Option(help='"cpu" or "cuda".')] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
+) -> None:
+    """Measure this machine, so that forecasts and plans made here are for it. Some seconds; best while it is idle."""
+    with _exit_codes(), _Progress() as progress:
+        found = calibrate(device, None if nvme is None else str(nvme.absolute()), progress=progress)
+        path = save_calibration(found)
+    _show(calibration_to_json(found, path) if as_json else calibration_report(found, assumed(found), path))
 
 
 @app.command("demo")

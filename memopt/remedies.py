@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,8 +27,16 @@ class Remedy:
     slowdown: float | None  # of its plan under the same budget against its own plain step; None: it does not fit
 
 
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a plan may use, as `memopt.plan` takes it."""
+
+    allow: Set[str] | None = None
+    nvme: str | None = None
+
+
 def remedies(
-    target: Target, budget_bytes: int, hardware: Hardware | None, progress: Callable[[str], None]
+    target: Target, budget_bytes: int, means: Means, hardware: Hardware | None, progress: Callable[[str], None]
 ) -> tuple[Remedy, ...]:
     """Changes to the target's workload, each with what it was found to do; none for a saved profile."""
     if target.workload is None:
@@ -37,17 +45,17 @@ def remedies(
     for change, make in _changes(target, target.workload):
         progress(f"trying {change}")
         try:
-            found.append(_remedy(change, make(), budget_bytes, hardware))
+            found.append(_remedy(change, make(), budget_bytes, means, hardware))
         except (MemoptError, RuntimeError, ValueError):
             continue  # a change that this model does not stand is no remedy
     return tuple(found)
 
 
-def _remedy(change: str, workload: Workload, budget_bytes: int, hardware: Hardware | None) -> Remedy:
+def _remedy(change: str, workload: Workload, budget_bytes: int, means: Means, hardware: Hardware | None) -> Remedy:
     facts = profile_workload(workload, "fake", hardware)
     smallest_bytes, slowdown = least_peak_bytes(facts), None
     try:
-        forecast = plan(facts, budget_bytes).forecast
+        forecast = plan(facts, budget_bytes, means.allow, nvme=means.nvme).forecast
         slowdown, smallest_bytes = forecast.slowdown, min(smallest_bytes, forecast.peak_bytes)
     except InfeasibleBudgetError as e:
         smallest_bytes = min(smallest_bytes, e.smallest_bytes)

@@ -11,13 +11,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memopt.offload.sizes import stored_bytes
 from memopt.policies.plan import Forecast, Plan
 from memopt.policies.solve import Found, Solver
 from memopt.profiler.profile import Kind, OpKey, Profile
 from memopt.units import format_bytes, format_bytes_up
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from memopt.demo import Result
+    from memopt.profiler.calibration import Calibration
+    from memopt.profiler.hardware import Hardware
     from memopt.remedies import Remedy
 
 NUM_MODULES = 10
@@ -60,6 +65,15 @@ class DropGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskShare:
+    """What of one kind a plan keeps on the disk: how many tensors, and their bytes there. Small ones stay in memory."""
+
+    kind: str
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """All that a report says. Without a budget there is no plan; with one that does not fit there is none either."""
 
@@ -72,6 +86,7 @@ class Findings:
     plan: Plan | None = None
     smallest_bytes: int
     drops: tuple[DropGroup, ...] = ()
+    on_disk: tuple[DiskShare, ...] = ()
     remedies: tuple[Remedy, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -104,6 +119,7 @@ def findings(
         plan=plan,
         smallest_bytes=smallest_bytes if smallest_bytes is not None else profile.min_bytes,
         drops=drop_groups(profile, plan) if plan is not None else (),
+        on_disk=disk_shares(profile, plan) if plan is not None else (),
         remedies=remedies,
         notes=(*profile.notes, *notes),
     )
@@ -180,6 +196,30 @@ def drop_groups(profile: Profile, plan: Plan) -> tuple[DropGroup, ...]:
     return tuple(sorted(groups, key=lambda g: (-g.num_bytes, g.module)))
 
 
+def disk_shares(profile: Profile, plan: Plan) -> tuple[DiskShare, ...]:
+    """What a plan keeps on the disk, by kind; together `plan.forecast.store_bytes`."""
+    names = {
+        Kind.PARAMETER: {a.name for a in plan.away if a.parameter},
+        Kind.GRADIENT: {a.name for a in plan.away if a.gradient},
+        Kind.OPTIMIZER_STATE: {a.name for a in plan.away if a.states},
+    }
+    sizes: dict[Kind, list[int]] = {kind: [] for kind in (*names, Kind.ACTIVATION)}
+    for s in profile.storages:
+        if s.kind in names and s.module in names[s.kind]:
+            sizes[s.kind].append(stored_bytes(s.num_bytes))
+    ops = {op.key: op for op in profile.ops}
+    for move in plan.moves:
+        if (op := ops.get(move.key)) is not None:
+            made = dict(zip(op.positions, op.makes, strict=True))
+            values = [profile.values[made[p]] for p in move.positions if p in made]
+            sizes[Kind.ACTIVATION] += [stored_bytes(profile.storages[v.storage].num_bytes) for v in values]
+    return tuple(
+        DiskShare(kind=kind.value, num_tensors=sum(map(bool, found)), num_bytes=sum(found))
+        for kind, found in sizes.items()
+        if any(found)
+    )
+
+
 def op_name(op: str) -> str:
     """The short name of an overload: `aten.mm.default` is `mm`, and another library's keeps its namespace."""
     namespace, _, rest = op.partition(".")
@@ -197,6 +237,8 @@ def report(found: Findings) -> RenderableType:
         parts.append(plan_table(found.plan))
         if found.drops:
             parts.append(drops_table(found.drops))
+        if found.on_disk:
+            parts.append(disk_table(found.plan, found.on_disk))
     if found.remedies:
         parts.append(remedies_table(found))
     parts.append(verdict(found))
@@ -206,7 +248,7 @@ def report(found: Findings) -> RenderableType:
 
 def _head(found: Findings) -> Text:
     p = found.profile
-    how = "op times measured" if p.mode == "run" else f"nothing allocated, op times by roofline ({p.hardware})"
+    how = "op times measured" if p.mode == "run" else f"nothing allocated, op times by roofline, {p.hardware}"
     return Text.assemble((found.about, "bold"), f"\nmemory as on {p.device}; {how}; {len(p.ops)} ops\n")
 
 
@@ -272,6 +314,29 @@ def drops_table(groups: Iterable[DropGroup]) -> Table:
             _seconds(group.seconds),
         )
     return table
+
+
+def disk_table(plan: Plan, shares: Iterable[DiskShare]) -> Table:
+    """What is on the disk between uses, what a step moves, and what of the step's time each lever takes."""
+    f = plan.forecast
+    table = _table(f"On disk ({plan.nvme})", "what", "tensors", "value", "of the plain step")
+    for share in shares:
+        table.add_row(_LABELS.get(share.kind, share.kind), str(share.num_tensors), format_bytes(share.num_bytes), "")
+    table.add_section()
+    table.add_row("room taken", "", format_bytes(f.store_bytes), "", style="bold")
+    table.add_row("read in a step", "", format_bytes(f.read_bytes), "")
+    table.add_row("written in a step", "", format_bytes(f.written_bytes), "")
+    table.add_row("disk is busy", "", _seconds(f.lane_s), _share(f.lane_s, f.plain_step_s))
+    table.add_section()
+    for cause, seconds in _added_s(f):
+        table.add_row(cause, "", _seconds(seconds), f"+{_share(seconds, f.plain_step_s)}")
+    return table
+
+
+def _added_s(f: Forecast) -> list[tuple[str, float]]:
+    """What a step takes beside the plain step's time, by cause."""
+    waits = [(f"waiting for the disk, {phase}", seconds) for phase, seconds in f.stalls_s.items()]
+    return [(cause, seconds) for cause, seconds in [("recomputation", f.recompute_s), *waits] if seconds > 0]
 
 
 def remedies_table(found: Findings) -> Table:
@@ -340,6 +405,51 @@ def demo_report(result: Result) -> RenderableType:
     )
 
 
+def calibration_report(found: Calibration, assumed: Hardware, path: Path) -> RenderableType:
+    """What was measured beside what the catalogue assumes."""
+    h = found.hardware
+    table = _table(
+        f"{found.device} of {found.host}, {found.num_threads} threads, torch {found.torch_version}",
+        "what",
+        "measured",
+        "catalogue",
+    )
+    rows = [
+        ("float32 matrix products", "flops_per_s", "GFLOP/s"),
+        ("bfloat16 matrix products", "half_flops_per_s", "GFLOP/s"),
+        ("memory, element-wise ops", "bytes_per_s", "GB/s"),
+        ("memory, gelu and exp", "transcendental_bytes_per_s", "GB/s"),
+        ("op, launched", "launch_s", "us"),
+        ("op, recorded", "record_s", "us"),
+        ("op, replayed", "replay_s", "us"),
+    ]
+    if h.h2d_bytes_per_s:
+        rows += [("pinned host to device", "h2d_bytes_per_s", "GB/s"), ("device to host", "d2h_bytes_per_s", "GB/s")]
+    disk = [
+        ("disk, read", "disk_read_bytes_per_s", "GB/s"),
+        ("disk, written", "disk_write_bytes_per_s", "GB/s"),
+        ("disk, both at once, in total", "disk_mixed_bytes_per_s", "GB/s"),
+    ]
+    for what, name, unit in rows:
+        table.add_row(what, _rate(getattr(h, name), unit), _rate(getattr(assumed, name), unit))
+    table.add_section()
+    for what, name, unit in disk:
+        measured = "not measured" if found.nvme is None else _rate(getattr(h, name), unit)
+        table.add_row(what, measured, _rate(getattr(assumed, name), unit))
+    parts: list[RenderableType] = [table]
+    if found.nvme is None:
+        parts.append(Text("The disk's rates are assumed: give --nvme PATH to measure the one that offload would use."))
+    parts.append(Text(f"Kept in {path}: profiles on this machine with {found.num_threads} threads use it from now on."))
+    parts += [Text(f"note: {note}", style="dim") for note in found.notes]
+    return Group(*parts)
+
+
+def _rate(value: float, unit: str) -> str:
+    if value == 0 and unit != "us":
+        return "-"
+    return f"{value * 1e6:.1f} {unit}" if unit == "us" else f"{value / 1e9:.2f} {unit}"
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", expand=False)
     for i, column in enumerate(columns):
@@ -355,6 +465,10 @@ def _by_kind(breakdown: Mapping[str, int]) -> list[tuple[str, int]]:
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "-"
+
+
+def _share(seconds: float, whole_s: float) -> str:
+    return f"{100 * seconds / whole_s:.0f}%" if whole_s > 0 else "-"
 
 
 def _seconds(seconds: float) -> str:
@@ -384,13 +498,13 @@ def to_json(found: Findings) -> dict[str, Any]:
             "by_kind": f.breakdown,
             "modules": [asdict(share) for share in found.modules],
         },
-        "plan": None if found.plan is None else _plan_json(found.plan, found.drops),
+        "plan": None if found.plan is None else _plan_json(found.plan, found.drops, found.on_disk),
         "remedies": [{**asdict(r), "fits": r.slowdown is not None} for r in found.remedies],
         "notes": list(found.notes),
     }
 
 
-def _plan_json(plan: Plan, drops: Iterable[DropGroup]) -> dict[str, Any]:
+def _plan_json(plan: Plan, drops: Iterable[DropGroup], on_disk: Iterable[DiskShare]) -> dict[str, Any]:
     f = plan.forecast
     return {
         "peak_bytes": f.peak_bytes,
@@ -401,8 +515,24 @@ def _plan_json(plan: Plan, drops: Iterable[DropGroup]) -> dict[str, Any]:
         "recompute_s": f.recompute_s,
         "slowdown": f.slowdown,
         "gap": plan.gap,
+        "levers": list(plan.levers),
         "num_recomputed": len(plan.drops),
         "drops": [asdict(group) for group in drops],
+        "disk": None if plan.nvme is None else _disk_json(plan, on_disk),
+    }
+
+
+def _disk_json(plan: Plan, on_disk: Iterable[DiskShare]) -> dict[str, Any]:
+    f = plan.forecast
+    return {
+        "nvme": plan.nvme,
+        "store_bytes": f.store_bytes,
+        "by_kind": {share.kind: share.num_bytes for share in on_disk},
+        "num_tensors": {share.kind: share.num_tensors for share in on_disk},
+        "read_bytes": f.read_bytes,
+        "written_bytes": f.written_bytes,
+        "lane_s": f.lane_s,
+        "stalls_s": f.stalls_s,
     }
 
 
@@ -412,3 +542,8 @@ def demo_to_json(result: Result) -> dict[str, Any]:
     for row, found in zip(data["rows"], result.rows, strict=True):
         row["is_within"] = found.is_within
     return {**data, "is_good": result.is_good}
+
+
+def calibration_to_json(found: Calibration, path: Path) -> dict[str, Any]:
+    """A calibration as one object: what is kept, and where."""
+    return {**found.to_json(), "path": str(path)}

@@ -7,7 +7,7 @@ import logging
 import statistics
 import weakref
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -106,10 +106,15 @@ class Session:
         self._forwards.append(now_s)
         self._inputs = [weakref.ref(t.untyped_storage()) for t in inputs if _is_dense(t)]
 
-    def _input_bytes(self) -> int:
-        """Bytes of the last forward's inputs that are still there: a batch that is made in the step itself is not."""
-        alive = {s.data_ptr(): s.nbytes() for ref in self._inputs if (s := ref()) is not None}
-        return sum(alive.values())
+    def _held_bytes(self, model: nn.Module) -> int:
+        """Bytes of the model's state and the last forward's inputs that are in memory."""
+        storages = [t.untyped_storage() for t in self._in_memory(_state_tensors(model, self.optimizer))]
+        storages += [s for ref in self._inputs if (s := ref()) is not None]  # a batch made in the step itself is gone
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    def _in_memory(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        away = self.state.away() if self.state is not None else set()
+        return [t for t in tensors if _is_dense(t) and t.data_ptr() not in away]
 
     def measure(self, step: Callable[[], T]) -> T:
         """Run one training step under the allocator's own events, note its peak, and return the step's result.
@@ -127,14 +132,7 @@ class Session:
             return result
         from torch.profiler import ProfilerActivity, profile
 
-        away = {t.mapped.data_ptr() for t in self.state.items()} if self.state is not None else set()
-        before = _held_bytes(model, self.optimizer, away) + self._input_bytes()
-        gradients = [
-            weakref.ref(p.grad.untyped_storage())
-            for p in model.parameters()
-            if p.grad is not None and p.grad.data_ptr() not in away
-        ]
-        sizes = [storage.nbytes() for ref in gradients if (storage := ref()) is not None]
+        before, gradients = self._held_bytes(model), sum(t.nbytes for t in self._in_memory(_gradients(model)))
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             result = step()
         now = peak = 0
@@ -142,9 +140,10 @@ class Session:
         for event in sorted(events, key=lambda e: e.start_ns()):
             now += event.nbytes()
             peak = max(peak, now)
-        # The profiler does not see the end of what was there before it: the last step's gradients, freed at the begin.
-        freed = sum(size for ref, size in zip(gradients, sizes, strict=True) if ref() is None)
-        self._peak_bytes = before - freed + peak
+        # The profiler may not see the end of what was there before it: the last step's gradients, freed at the begin.
+        # Then its sum ends too high by just them.
+        is_unseen = gradients > 0 and now - (self._held_bytes(model) - before) > gradients // 2
+        self._peak_bytes = before - (gradients if is_unseen else 0) + peak
         return result
 
     @property
@@ -206,14 +205,16 @@ def _is_on_cuda(model: nn.Module) -> bool:
     return any(p.device.type == "cuda" for p in model.parameters())
 
 
-def _held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, away: Set[int]) -> int:
-    """Bytes of the storages of parameters, buffers, gradients and optimizer states, each once; not those at `away`."""
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [p.grad for p in model.parameters() if p.grad is not None]
+def _state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """Parameters, buffers, gradients and optimizer states."""
+    tensors = [*model.parameters(), *model.buffers(), *_gradients(model)]
     if optimizer is not None:
         tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if _is_dense(t)}
-    return sum(num_bytes for start, num_bytes in storages.items() if start not in away)
+    return tensors
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def _is_dense(t: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +15,6 @@ from memopt.offload.gradients import OffloadedGradients
 from memopt.offload.nvme import NVMeStore, free_bytes
 from memopt.offload.optimizer import BucketedOptimizer, why_not_bucketed
 from memopt.offload.parameters import OffloadedParameters
-from memopt.offload.residency import Offloaded
 from memopt.offload.run_directory import RunDirectory
 from memopt.policies.plan import Plan
 
@@ -74,11 +73,11 @@ class OffloadedState:
         """Whether the tape has something to do with it while the forward runs."""
         return self.parameters is not None or self.activations is not None
 
-    def items(self) -> Iterator[Offloaded]:
-        """All tensors that have a place on the store now."""
-        for part in (self.parameters, self.gradients, self.optimizer):
-            if part is not None:
-                yield from part.items.values()
+    def away(self) -> set[int]:
+        """Addresses of the tensors that are away now."""
+        parts = (self.parameters, self.gradients, self.optimizer)
+        items = [item for part in parts if part is not None for item in part.items.values()]
+        return {item.mapped.data_ptr() for item in items if item.is_away}
 
     def remove(self) -> None:
         """Bring everything back into memory, take the hooks off and delete what is on the disk."""

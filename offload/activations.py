@@ -6,7 +6,6 @@ Python and autograd let go of it. Backward asks in the reverse order: each reloa
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections import deque
@@ -26,12 +25,13 @@ _NUM_HOLDERS = 4
 class Stored:
     """The content of one value on a store."""
 
-    __slots__ = ("__weakref__", "_buffer", "_owner", "_transfer", "extent", "geometry", "number")
+    __slots__ = ("__weakref__", "_buffer", "_owner", "_transfer", "extent", "geometry", "number", "was_reloaded")
 
     def __init__(self, owner: OffloadedActivations, geometry: Geometry, extent: Extent, number: int) -> None:
         self._owner, self.geometry, self.extent, self.number = owner, geometry, extent, number
         self._buffer: torch.Tensor | None = None  # page-aligned: what is written from, or read into
         self._transfer: Transfer | None = None
+        self.was_reloaded = False  # what backward had once is not read ahead again
 
     def reload(self) -> torch.Tensor:
         """A tensor of the value's geometry with its content, over memory of its own. Raises StoreError."""
@@ -57,11 +57,13 @@ class OffloadedActivations:
         self._buffers = Buffers()
         self._in_order: list[weakref.ref[Stored]] = []  # of this step's forward
         self._lock = threading.RLock()
+        self._dead: deque[tuple[Extent, Transfer | None, torch.Tensor | None]] = deque()
         self._is_full = False
         self._is_closed = False
 
     def begin_step(self) -> None:
         """A training forward begins."""
+        self._bury()
         self._in_order = [ref for ref in self._in_order if ref() is not None]  # graphs that still wait for backward
         for number, ref in enumerate(self._in_order):
             stored = ref()
@@ -73,6 +75,7 @@ class OffloadedActivations:
         if self._is_full or not can_be_away(t) or not is_alone(t, _NUM_HOLDERS):
             return None
         with self._lock:
+            self._bury()
             return self._offload(t, Geometry.of(t))
 
     def _offload(self, t: torch.Tensor, geometry: Geometry) -> Stored | None:
@@ -125,6 +128,7 @@ class OffloadedActivations:
     def reload(self, stored: Stored) -> torch.Tensor:
         """See `Stored.reload`."""
         with self._lock:
+            self._bury()
             return self._reload(stored)
 
     def _reload(self, stored: Stored) -> torch.Tensor:
@@ -140,6 +144,7 @@ class OffloadedActivations:
         else:
             buffer = aligned_empty(stored.geometry.num_bytes)
             self.store.read(stored.extent, buffer).wait()
+        stored.was_reloaded = True
         self._read_ahead(stored.number)
         return stored.geometry.over(buffer)
 
@@ -147,7 +152,7 @@ class OffloadedActivations:
         """Begin to read what backward will ask for next, as much as there is room for."""
         for ref in reversed(self._in_order[:number]):
             stored = ref()
-            if stored is None or stored._buffer is not None:
+            if stored is None or stored._buffer is not None or stored.was_reloaded:
                 continue
             num_bytes = pages_up(stored.geometry.num_bytes)
             if self._used_bytes + num_bytes > self.capacity_bytes:
@@ -157,16 +162,21 @@ class OffloadedActivations:
             stored._transfer = self.store.read(stored.extent, stored._buffer)
 
     def release(self, stored: Stored) -> None:
-        """Give a value's place back: nobody will ask for it again."""
-        with self._lock:
-            if self._is_closed:
-                return
-            if stored._transfer is not None:  # read ahead in vain
-                with contextlib.suppress(StoreError):
-                    stored._transfer.wait()  # nobody may write to memory that is freed
-                assert stored._buffer is not None
-                self._used_bytes -= stored._buffer.numel()
-            self.store.release([stored.extent])
+        """Nobody will ask for a value again: its place is given back at the next occasion."""
+        # A finalizer runs in any thread and at any moment, so it neither locks nor waits.
+        self._dead.append((stored.extent, stored._transfer, stored._buffer))
+
+    def _bury(self) -> None:
+        """Give back the places of values that died. Memory that is still being read into is kept until that is done."""
+        for _ in range(len(self._dead)):
+            extent, transfer, buffer = self._dead.popleft()
+            if transfer is not None and buffer is not None:  # read ahead in vain
+                if not transfer.is_done:
+                    self._dead.append((extent, transfer, buffer))
+                    continue
+                self._used_bytes -= buffer.numel()
+            if not self._is_closed:
+                self.store.release([extent])
 
     def close(self) -> None:
         """Nothing leaves any more. What is on the store comes into memory: its backward may still come."""

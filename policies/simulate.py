@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memopt.profiler.hardware import CATALOGUE
 from memopt.profiler.profile import NEVER, Kind, Phase, Profile
 
 Ints = npt.NDArray[np.int64]
@@ -65,7 +64,7 @@ class Simulator:
         for i, s in enumerate(saved):
             if self._can_drop[i]:
                 self._handles_of.setdefault(s.value, []).append(i)
-        hardware = CATALOGUE.get(profile.hardware, CATALOGUE["cpu"])
+        hardware = profile.rates
         num_forward = sum(op.phase is Phase.FORWARD for op in ops)
         self.record_s = hardware.record_s * num_forward * (1 + VIEWS_PER_OP)
         self.profile_replay_s = hardware.replay_s
@@ -109,9 +108,7 @@ class Simulator:
         np.add.at(delta, np.minimum(self._birth, self.end), self._bytes)
         np.add.at(delta, np.minimum(np.maximum(ends, self._birth), self.end), -self._bytes)
         if moved:
-            window = min(self.move_window_bytes, sum(self.bytes_of[v] for v in moved))
-            delta[min(profile.ops[values[v].maker].at for v in moved)] += window
-            delta[max((t for t, i in self._asks if self._saved_value[i] in away), default=self.end)] -= window
+            self._add_move_window(moved, delta)
         bumps, seconds, num_replayed = self._play(dropped, moved, nodes, delta)
         levels = np.cumsum(delta)[: self.end]
         peak_at = int(levels.argmax())
@@ -126,6 +123,22 @@ class Simulator:
                 peak, peak_at = int(levels[t - 1]) + bump, t
         recompute_s = seconds + (self.record_s if away else 0.0)
         return Outcome(peak, peak_at, self.plain_s + recompute_s, recompute_s, num_replayed, levels)
+
+    def _add_move_window(self, moved: Set[int], delta: Ints) -> None:
+        """Add the staging of moved values: writes under way in the forward, then no more than is left to read ahead."""
+        left = sum(self.bytes_of[v] for v in moved)
+        window = min(self.move_window_bytes, left)
+        delta[min(self.profile.ops[self.profile.values[v].maker].at for v in moved)] += window
+        seen: set[int] = set()
+        for t, i in self._asks:
+            v = self._saved_value[i]
+            if v in moved and v not in seen:
+                seen.add(v)
+                left -= self.bytes_of[v]
+                if left < window:
+                    delta[t] -= window - left
+                    window = left
+        delta[self.end] -= window
 
     def _hold_until(self, dropped: Set[int], nodes: list[int]) -> list[int]:
         """Until when each node lives: as long as a handle, or a node that reads what it makes."""

@@ -6,7 +6,8 @@ with mode="run" measures each op instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 # Elementwise ops that compute more than they move: on a CPU they run several times slower than a copy.
 _TRANSCENDENTAL = frozenset(
@@ -43,11 +44,19 @@ _TRANSCENDENTAL = frozenset(
     ]
 )
 
+# What costs nothing, or is not known.
+_MAY_BE_ZERO = frozenset(
+    ["launch_s", "record_s", "replay_s", "memory_bytes", "half_flops_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s"]
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """Peak rates of one device. `launch_s` is the fixed cost of one op, `replay_s` that of replaying one op from
-    Python, `record_s` that of an op which passes the tape's dispatch mode in the forward."""
+    Python, `record_s` that of an op which passes the tape's dispatch mode in the forward.
+
+    Raises ValueError for rates that are not positive or times that are negative.
+    """
 
     name: str
     flops_per_s: float
@@ -61,6 +70,21 @@ class Hardware:
     disk_read_bytes_per_s: float = 1.8e9
     disk_write_bytes_per_s: float = 2.2e9
     disk_mixed_bytes_per_s: float = 2.2e9  # reads and writes at once, in total
+    # 0 where they are not known.
+    half_flops_per_s: float = 0.0  # of matrix products in 16 bits; `flops_per_s` stands in for it
+    h2d_bytes_per_s: float = 0.0  # from pinned memory
+    d2h_bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "name":
+                is_good = isinstance(value, str)
+            else:
+                is_good = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+                is_good = is_good and (value > 0 or f.name in _MAY_BE_ZERO)
+            if not is_good:
+                raise ValueError(f"Hardware({f.name}={value!r}) is no rate, time or size")
 
     def disk_s(self, read_bytes: int, written_bytes: int) -> float:
         """Seconds that the disk needs to read and write at the same time."""
@@ -70,14 +94,16 @@ class Hardware:
             (read_bytes + written_bytes) / self.disk_mixed_bytes_per_s,
         )
 
-    def op_s(self, name: str, flops: int, moved_bytes: int, output_bytes: int) -> float:
+    def op_s(self, name: str, flops: int, moved_bytes: int, output_bytes: int, is_half: bool = False) -> float:
         """Seconds of one op by roofline: the longer of computing and moving, and its launch.
 
-        Source: Williams et al. 2009, "Roofline". `name` is an overload's, such as "aten.gelu.default".
+        Source: Williams et al. 2009, "Roofline". `name` is an overload's, such as "aten.gelu.default"; `is_half`: its
+        inputs have 16 bits.
         """
         base = name.split(".")[1] if "." in name else name
         rate = self.transcendental_bytes_per_s if base.rstrip("_") in _TRANSCENDENTAL else self.bytes_per_s
-        return max(flops / self.flops_per_s, moved_bytes / rate) + self.launch_s
+        flops_per_s = (self.half_flops_per_s if is_half else 0.0) or self.flops_per_s
+        return max(flops / flops_per_s, moved_bytes / rate) + self.launch_s
 
 
 def _gpu(name: str, tflops: float, tb_per_s: float, gib: int) -> Hardware:

@@ -14,7 +14,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-FORMAT_VERSION = 1
+from memopt.profiler.hardware import Hardware
+
+FORMAT_VERSION = 2
 NEVER = -1  # a moment that does not come
 
 
@@ -114,7 +116,7 @@ class Profile:
     model: str
     device: str
     mode: str  # "fake" or "run"
-    hardware: str
+    rates: Hardware  # of the device that the times are for; plans take all speeds from here
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     values: tuple[Value, ...]
@@ -126,6 +128,11 @@ class Profile:
     scratch_bytes: int = 0  # room for the kernels' own scratch, included in both peaks
     micro_batches: int = 1
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def hardware(self) -> str:
+        """Name of the device that the times are for."""
+        return self.rates.name
 
     @property
     def step_s(self) -> float:
@@ -145,12 +152,13 @@ class Profile:
         scalars = {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("ops", "storages", "values", "saved", "notes")
+            if f.name not in ("rates", "ops", "storages", "values", "saved", "notes")
         }
         return {
             "format": "memopt.profile",
             "version": FORMAT_VERSION,
             **scalars,
+            "rates": asdict(self.rates),
             "notes": list(self.notes),
             "ops": [
                 [
@@ -184,6 +192,7 @@ class Profile:
                 f"version {data.get('version')!r}. Profile the workload again."
             )
         data = {k: v for k, v in data.items() if k not in ("format", "version")}
+        data["rates"] = Hardware(**data["rates"])
         data["notes"] = tuple(data["notes"])
         data["ops"] = tuple(
             Op(OpKey(o[0], o[1], o[2]), Phase(o[3]), o[4], tuple(o[5]), tuple(o[6]), tuple(o[7]), *o[8:])

@@ -258,7 +258,8 @@ class Recorder(TorchDispatchMode):
             flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
         moved = outputs_moved + sum(t.numel() * t.element_size() for t in inputs)
         if seconds < 0:
-            seconds = self.hardware.op_s(facts.name, flops, moved, outputs_moved)
+            is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in inputs)
+            seconds = self.hardware.op_s(facts.name, flops, moved, outputs_moved, is_half)
         is_random = draws_random(facts, args, kwargs)
         has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         if has_gradient:
@@ -359,7 +360,7 @@ class Recorder(TorchDispatchMode):
             model=type(model).__name__,
             device=self.device_type,
             mode=mode,
-            hardware=self.hardware.name,
+            rates=self.hardware,
             ops=tuple(replace(op, is_replayable=False) if i in self.escaped else op for i, op in enumerate(self.ops)),
             storages=tuple(Storage(s.num_bytes, s.kind, s.birth, s.death, s.module) for s in self.storages),
             values=tuple(Value(v.storage, v.maker, v.overwritten_at) for v in self.values),

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from memopt.errors import FakeStepError, MemoptError, UnsupportedError
+from memopt.profiler.calibration import load_calibration
 from memopt.profiler.fake import autocast_without_cache, deepcopies, in_own_context, untouched_generators
 from memopt.profiler.frames import ModuleFrames, paths_of
 from memopt.profiler.hardware import CATALOGUE, Hardware, hardware_named
@@ -104,6 +105,12 @@ def profile_step(
 
 
 def hardware_of(device: torch.device) -> Hardware:
+    """Speeds of a device that is here, as `memopt calibrate` measured them, else the catalogue's."""
+    calibration = load_calibration(device_name(device), torch.get_num_threads())
+    return calibration.hardware if calibration is not None else catalogued(device)
+
+
+def catalogued(device: torch.device) -> Hardware:
     """The catalogue's entry for a device that is here; an unknown GPU counts as an A100."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return CATALOGUE["cpu"]
@@ -111,6 +118,12 @@ def hardware_of(device: torch.device) -> Hardware:
         return hardware_named(torch.cuda.get_device_name(device))
     except ValueError:
         return CATALOGUE["a100"]
+
+
+def device_name(device: torch.device) -> str:
+    """What a calibration is kept under: the GPU's own name, "cpu" for all else."""
+    is_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_name(device) if is_gpu else "cpu"
 
 
 def _copies(

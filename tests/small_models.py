@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
 from memopt.policies.plan import Drop, Plan
-from memopt.policies.solve import Solver
+from memopt.policies.solve import Found, Solver
 
 VOCABULARY = 157
 
@@ -251,7 +251,7 @@ def plan_dropping(profile: memopt.Profile, values: Any = None) -> Plan:
     return Plan(
         budget_bytes=profile.peak_bytes,
         drops=tuple(drops),
-        forecast=solver.forecast(dropped, solver.run(dropped)),
+        forecast=solver.forecast(Found(dropped, solver.run(dropped))),
         gap=0.0,
         levers=("recompute",),
     )

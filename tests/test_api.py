@@ -67,15 +67,23 @@ def test_unknown_lever_is_refused(allow):
     assert not isinstance(caught.value, UnsupportedError)
 
 
-@pytest.mark.parametrize("allow", [{"offload"}, {"recompute", "shard"}, "quantize"])
+@pytest.mark.parametrize("allow", [{"shard"}, {"recompute", "shard"}, "quantize"])
 def test_lever_of_a_later_version_is_refused_by_name(allow):
     with pytest.raises(UnsupportedError, match="can't be applied"):
         memopt.plan(profiled(), "1TiB", allow=allow)
 
 
-@pytest.mark.parametrize("options", [{"nvme": "/tmp"}, {"host_budget": "32GiB"}])
-def test_wish_that_cannot_be_followed_is_an_error(options):
-    with pytest.raises(UnsupportedError):
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"allow": {"offload"}}, "give nvme="),
+        ({"allow": {"recompute"}, "nvme": "/tmp"}, 'add "offload"'),
+        ({"host_budget": "32GiB"}, "give nvme="),
+        ({"host_budget": "much", "nvme": "/tmp"}, "much"),
+    ],
+)
+def test_wishes_that_contradict_each_other_are_an_error(options, says):
+    with pytest.raises(ValueError, match=says):
         memopt.plan(profiled(), "1TiB", **options)
 
 

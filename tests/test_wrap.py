@@ -140,7 +140,7 @@ def test_bad_budget_is_a_budget_error():
 
 
 @pytest.mark.parametrize(
-    ("allow", "kind"), [({"magic"}, ValueError), ({"offload"}, UnsupportedError), ("shard", UnsupportedError)]
+    ("allow", "kind"), [({"magic"}, ValueError), ({"offload"}, ValueError), ("shard", UnsupportedError)]
 )
 def test_lever_that_is_not_there_is_refused(allow, kind):
     model = gpt()
@@ -150,10 +150,12 @@ def test_lever_that_is_not_there_is_refused(allow, kind):
     assert memopt.session_of(model) is None
 
 
-@pytest.mark.parametrize("options", [{"nvme": "/tmp"}, {"host_budget": "1GiB"}])
-def test_wish_that_cannot_be_followed_is_an_error(options):
-    with pytest.raises(UnsupportedError):
-        memopt.wrap_model(gpt(), budget="min", **options)
+@pytest.mark.parametrize("options", [{"nvme": "/tmp", "allow": {"recompute"}}, {"host_budget": "1GiB"}])
+def test_wishes_that_contradict_each_other_are_an_error(options):
+    model = gpt()
+    with pytest.raises(ValueError, match="offload"):
+        memopt.wrap_model(model, budget="min", **options)
+    assert memopt.session_of(model) is None
 
 
 @pytest.mark.parametrize("given", [TinyGPT, gpt, 3, "model"])

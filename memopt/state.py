@@ -52,7 +52,14 @@ class OffloadedState:
             if optimizer is not None and away:
                 states = {id(p) for p, a in away if a.states}
                 self.optimizer = BucketedOptimizer(
-                    optimizer, states, self.store, plan.bucket_bytes, self.parameters, self.gradients, note
+                    optimizer,
+                    states,
+                    self.store,
+                    plan.bucket_bytes,
+                    plan.num_buckets,
+                    self.parameters,
+                    self.gradients,
+                    note,
                 )
                 self.optimizer.install()
         except BaseException:
@@ -104,6 +111,7 @@ def key_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> tuple[object,
         plan.gradient_window_bytes,
         plan.activation_window_bytes,
         plan.bucket_bytes,
+        plan.num_buckets,
         plan.nvme,
         id(optimizer),
     )

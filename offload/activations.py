@@ -183,10 +183,16 @@ class OffloadedActivations:
         self.settle()
         for ref in self._in_order:
             stored = ref()
-            if stored is not None and stored._buffer is None:
+            if stored is None:
+                continue
+            if stored._buffer is None:
                 stored._buffer = aligned_empty(stored.geometry.num_bytes)
-                self.store.read(stored.extent, stored._buffer).wait()
-            elif stored is not None and stored._transfer is not None:
-                stored._transfer.wait()
+                stored._transfer = self.store.read(stored.extent, stored._buffer)
+            if stored._transfer is not None:
+                try:
+                    stored._transfer.wait()
+                except StoreError as e:  # its backward will say the same
+                    self.note(f"an activation is lost: {e}")
+                    continue
                 stored._transfer = None
         self._is_closed = self._is_full = True

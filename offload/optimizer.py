@@ -59,6 +59,8 @@ class BucketedOptimizer:
         away: the parameters (by identity) whose states are kept on the store.
         store: where to.
         bucket_bytes: how much of parameters, gradients and states a bucket may bring into memory.
+        num_buckets: how many may be in memory at a time: one to step, two to read the next meanwhile, three to write
+            the last one meanwhile.
         parameters, gradients: those that are away too, if any.
         note: takes a line of text about what was not followed.
     """
@@ -69,17 +71,18 @@ class BucketedOptimizer:
         away: set[int],
         store: Store,
         bucket_bytes: int,
+        num_buckets: int,
         parameters: OffloadedParameters | None,
         gradients: OffloadedGradients | None,
         note: Callable[[str], None],
     ) -> None:
-        self.optimizer, self.away, self.store, self.bucket_bytes = optimizer, away, store, bucket_bytes
+        self.optimizer, self.away, self.store = optimizer, away, store
+        self.bucket_bytes, self.num_buckets = bucket_bytes, num_buckets
         self.parameters, self.gradients, self.note = parameters, gradients, note
         self.items: dict[tuple[int, str], Offloaded] = {}  # states, by identity of the parameter and key
         self._buffers = Buffers()
         self._buffer_bytes = 0
         self._full: str | None = None
-        self.num_buckets = 0
 
     # On and off the object
 
@@ -130,15 +133,15 @@ class BucketedOptimizer:
         if self.gradients is not None:
             self.gradients.settle()
         buckets = self._buckets(lambda p: p.grad is not None)
-        self.num_buckets = len(buckets)
         self._buffer_bytes = max((bucket.num_bytes for bucket in buckets), default=0)
         groups = _Groups(self.optimizer)
         core = _core_step(self.optimizer)
         leaving: list[_Bucket] = []
         coming = 0  # buckets whose reads have begun
+        num_ahead, num_behind = min(self.num_buckets - 1, 1), max(self.num_buckets - 2, 0)
         try:
             for i, bucket in enumerate(buckets):
-                while coming < min(i + 2, len(buckets)):
+                while coming < min(i + 1 + num_ahead, len(buckets)):
                     self._begin_reload(buckets[coming])
                     coming += 1
                 self._end_reload(bucket)
@@ -147,7 +150,7 @@ class BucketedOptimizer:
                 leaving.append(bucket)
                 self._begin_offload(bucket)
                 self._adopt(bucket)
-                while len(leaving) > 1:
+                while len(leaving) > num_behind:
                     self._end_offload(leaving.pop(0))
         finally:
             groups.restore()

@@ -8,6 +8,7 @@ exceeded only by what can't be let go (see residency.py, [Note: Holders]) and by
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -231,11 +232,19 @@ class OffloadedParameters:
     def settle(self) -> None:
         """Offload all that can be: the optimizer reloads them bucket by bucket, and the user's code finds them away."""
         with self._threads.lock:
-            for item in self._loading_items():
-                self._end(item)
+            self._forget_what_is_ahead()
             for item in [*self._resident.values()]:
                 self._offload(item)
             self._buffers.drop()
+
+    def _forget_what_is_ahead(self) -> None:
+        """Give up what is read ahead."""
+        for key, (transfer, buffer) in list(self._loading.items()):
+            with contextlib.suppress(StoreError):
+                transfer.wait()
+            del self._loading[key]
+            self._used_bytes -= self.items[key].num_bytes
+            self._buffers.give(buffer)
 
     def _loading_items(self) -> list[Offloaded]:
         return [self.items[key] for key in self._loading]

@@ -21,7 +21,6 @@ from memopt.profiler.profile import Profile
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 _NOTHING: frozenset[int] = frozenset()
 _MIB = 2**20
-_LEAST_BUCKET_BYTES = 8 * _MIB  # smaller ones are all latency
 _MOST_BUCKET_BYTES = 128 * _MIB
 
 
@@ -62,7 +61,7 @@ class OffloadSolver:
         largest = max((state.bytes_of(s) for s in state.parameters.values()), default=0)
         # Staging is worth its room while it hides latency; of a tight budget it gets a small share.
         window = max(2 * largest, min(2 * _MOST_BUCKET_BYTES, budget_bytes // 12))
-        bucket = max(largest, _LEAST_BUCKET_BYTES, min(_MOST_BUCKET_BYTES, budget_bytes // 24))
+        bucket = max(largest, min(_MOST_BUCKET_BYTES, budget_bytes // 24))
         found: list[Placement] = [Placement()]
         for names in _shares_of(state.order, state.states):
             found.append(replace(found[-1], states=names))
@@ -79,6 +78,7 @@ class OffloadSolver:
                     2 * self._largest_activation(), min(_MOST_BUCKET_BYTES, budget_bytes // 16)
                 ),
                 bucket_bytes=bucket,
+                num_buckets=3 if budget_bytes else 1,
             )
             for p in found
         ]
@@ -261,6 +261,7 @@ class OffloadSolver:
             gradient_window_bytes=placement.gradient_window_bytes,
             activation_window_bytes=placement.activation_window_bytes,
             bucket_bytes=placement.bucket_bytes,
+            num_buckets=placement.num_buckets,
             nvme=nvme,
         )
 

@@ -14,7 +14,6 @@ from memopt.policies.plan import Away
 from memopt.profiler.hardware import Hardware
 from memopt.profiler.profile import NEVER, Kind, Phase, Profile, Storage
 
-NUM_BUCKETS_IN_MEMORY = 3  # one is read, one stepped, one written: offload/optimizer.py
 _NUM_OPS_PER_NODE = 3  # a gradient is accumulated when its backward node ends, a few ops after it was made
 
 
@@ -29,6 +28,7 @@ class Placement:
     gradient_window_bytes: int = 0  # gradients whose writes are under way
     activation_window_bytes: int = 0  # activations that are being written, and those that are read ahead
     bucket_bytes: int = 0  # what a bucket of the optimizer's step brings in
+    num_buckets: int = 3  # in memory at a time: one is read, one stepped, one written (offload/optimizer.py)
 
     @property
     def is_empty(self) -> bool:
@@ -110,7 +110,7 @@ class ModelState:
         own = [self.bytes_of(self.parameters[name]) for name in self.order if name in self.gradients]
         limits = [max(a, b) for a, b in zip(sizes, own, strict=True)]
         held = [sum(sizes[i] for i in bucket) for bucket in buckets_of(limits, placement.bucket_bytes)]
-        return min(NUM_BUCKETS_IN_MEMORY, len(held)) * max(held, default=0)  # buffers are of one size
+        return min(placement.num_buckets, len(held)) * max(held, default=0)  # buffers are of one size
 
 
 def placed(state: ModelState, placement: Placement) -> Profile:
@@ -165,7 +165,8 @@ def _gradient_ends(state: ModelState) -> dict[int, int]:
         for i in storages:
             op = maker.get(i, -1)
             if op >= 0:
-                ends[i] = starts[op + _NUM_OPS_PER_NODE] if op + _NUM_OPS_PER_NODE < len(starts) else state.step_at
+                last = op + _NUM_OPS_PER_NODE
+                ends[i] = min(starts[last], state.step_at) if last < len(starts) else state.step_at
     return ends
 
 
@@ -191,7 +192,7 @@ def _bucket_temporaries(state: ModelState, placement: Placement, plain_bytes: in
         return plain_bytes
     sizes = [max(a, b) for a, b in zip(state.bucket_sizes(placement), own, strict=True)]
     largest = max(sum(own[i] for i in bucket) for bucket in buckets_of(sizes, placement.bucket_bytes))
-    return min(plain_bytes, int(plain_bytes * largest / sum(own)) + max(own))
+    return min(plain_bytes, -(-plain_bytes * largest // sum(own)))
 
 
 def traffic(state: ModelState, placement: Placement, hardware: Hardware, moved_bytes: int = 0) -> Traffic:

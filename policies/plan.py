@@ -68,6 +68,7 @@ class Plan:
     activation_window_bytes: int = 0  # for activations that are being written, and those that are read ahead
     moves: tuple[Drop, ...] = ()  # outputs that are kept on the store from forward to backward
     bucket_bytes: int = 0  # that a bucket of the optimizer's step brings in
+    num_buckets: int = 3  # in memory at a time
     nvme: str | None = None  # directory of the store
     input_shapes: tuple[tuple[int, ...], ...] = ()
     notes: tuple[str, ...] = ()
@@ -102,6 +103,7 @@ class Plan:
             "window_bytes": self.window_bytes,
             "gradient_window_bytes": self.gradient_window_bytes,
             "bucket_bytes": self.bucket_bytes,
+            "num_buckets": self.num_buckets,
             "nvme": self.nvme,
             "input_shapes": [list(s) for s in self.input_shapes],
             "notes": list(self.notes),
@@ -126,6 +128,7 @@ class Plan:
             window_bytes=data["window_bytes"],
             gradient_window_bytes=data["gradient_window_bytes"],
             bucket_bytes=data["bucket_bytes"],
+            num_buckets=data["num_buckets"],
             nvme=data["nvme"],
             input_shapes=tuple(tuple(s) for s in data["input_shapes"]),
             notes=tuple(data["notes"]),

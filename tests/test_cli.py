@@ -1,5 +1,6 @@
 """The command line: exit codes, what goes to stdout and what to stderr, and every kind of target."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import memopt
+from memopt.calibrate import Effort
 from memopt.cli import app
 from memopt.report import module_group, op_name
 
@@ -182,6 +184,94 @@ def test_budget_that_does_not_fit_exits_3_with_remedies_that_were_profiled(facto
     assert sgd["smallest_bytes"] == report(f"{factories}:workload", "--optimizer", "sgd")["smallest_budget_bytes"]
 
 
+@pytest.mark.parametrize("budget", ["min", "1010KiB"])
+def test_disk_is_told_in_json(factories, tmp_path, budget):
+    without = report(f"{factories}:workload", "--budget", "min")
+    data = report(f"{factories}:workload", "--budget", budget, "--nvme", tmp_path / "disk", "--no-advice")
+    plan, disk = data["plan"], data["plan"]["disk"]
+    assert without["plan"]["disk"] is None
+    assert plan["peak_bytes"] <= data["budget_bytes"]
+    assert data["smallest_budget_bytes"] < without["smallest_budget_bytes"]
+    assert "offload" in plan["levers"]
+    assert disk["nvme"] == str(tmp_path / "disk")
+    assert sum(disk["by_kind"].values()) == disk["store_bytes"] > 0
+    assert disk["num_tensors"].keys() == disk["by_kind"].keys()
+    assert disk["read_bytes"] > 0
+    assert disk["written_bytes"] > 0
+    assert disk["lane_s"] > 0
+    added = plan["recompute_s"] + sum(disk["stalls_s"].values())
+    assert plan["plain_step_s"] + added == pytest.approx(plan["step_s"])
+    if budget == "min":
+        assert data["budget_bytes"] == data["smallest_budget_bytes"]
+
+
+def test_disk_table_names_bytes_traffic_and_causes(factories, tmp_path):
+    done = run("report", f"{factories}:workload", "--budget", "min", "--nvme", tmp_path, "--no-advice")
+    assert done.exit_code == 0
+    for text in (
+        *(f"On disk ({tmp_path})"[:40], "optimizer states", "room taken", "read in a step", "written in a step"),
+        *("disk is busy", "waiting for the disk, step"),
+    ):
+        assert text in done.stdout
+
+
+def test_smallest_budget_with_a_disk_is_told_without_a_budget_too(factories, tmp_path):
+    target = f"{factories}:workload"
+    least = report(target, "--budget", "min", "--nvme", tmp_path, "--no-advice")["budget_bytes"]
+    assert report(target, "--nvme", tmp_path)["smallest_budget_bytes"] == least
+    assert report(target, "--nvme", tmp_path, "--budget", "1KiB", "--no-advice")["smallest_budget_bytes"] == least
+
+
+def test_remedies_may_use_the_disk_too(factories, tmp_path):
+    with_disk = report(f"{factories}:workload", "--budget", "1KiB", "--nvme", tmp_path)
+    without = report(f"{factories}:workload", "--budget", "1KiB")
+    pairs = list(zip(with_disk["remedies"], without["remedies"], strict=True))
+    assert all(a["smallest_bytes"] <= b["smallest_bytes"] for a, b in pairs)
+    assert any(a["smallest_bytes"] < b["smallest_bytes"] for a, b in pairs)
+
+
+@pytest.mark.parametrize("allow", [["offload"], ["offload", "recompute"]])
+def test_levers_with_a_disk_are_those_allowed(factories, tmp_path, allow):
+    options = [option for lever in allow for option in ("--allow", lever)]
+    data = report(f"{factories}:workload", "--budget", "min", "--nvme", tmp_path, "--no-advice", *options)
+    assert set(data["plan"]["levers"]) <= set(allow)
+
+
+@pytest.fixture
+def calibrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to nothing is measured, and kept for this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    small = Effort(matrix=16, half_matrix=16, tensor_bytes=(4096,), num_rounds=2, rounds_s=0.0, num_layers=1)
+    small = dataclasses.replace(small, num_steps=2, disk_bytes=2**16)
+    monkeypatch.setattr("memopt.calibrate.effort_for", lambda device: small)
+
+
+@pytest.mark.usefixtures("calibrating")
+def test_calibrate_says_what_it_measured_and_reports_use_it(factories, tmp_path):
+    data = json.loads(run("calibrate", "--nvme", tmp_path, "--json").stdout)
+    assert Path(data["path"]).is_relative_to(tmp_path / "cache" / "memopt")
+    assert data["hardware"]["flops_per_s"] > 0
+    assert data["nvme"] == str(tmp_path)
+    assert report(f"{factories}:workload")["hardware"] == data["hardware"]["name"] == "cpu (calibrated)"
+    assert report(f"{factories}:workload", "--hardware", "h100")["hardware"] == "h100"
+
+
+@pytest.mark.usefixtures("calibrating")
+def test_calibrate_shows_measured_beside_catalogue():
+    done = run("calibrate")
+    assert done.exit_code == 0, done.stderr
+    for text in ("float32 matrix products", "GFLOP/s", "100.00", "op, replayed", "not measured", "--nvme PATH", "Kept"):
+        assert text in done.stdout
+
+
+@pytest.mark.usefixtures("calibrating")
+def test_calibrate_refuses_what_it_cannot_measure(tmp_path):
+    (tmp_path / "file").touch()
+    assert run("calibrate", "--device", "abacus").exit_code == 2
+    assert run("calibrate", "--device", "meta").exit_code == 4
+    assert "ENOTDIR" in error_line(run("calibrate", "--nvme", tmp_path / "file"))
+
+
 def test_config_json_is_reported_without_weights(llama):
     data = report(llama, "--batch", 2, "--seq", 128, "--budget", "min")
     # embedding and head, and per layer: q and o, k and v, three of the mlp, two norms; the last norm
@@ -282,6 +372,8 @@ def test_nonsense_budgets_exit_2_and_are_repeated(factories, budget):
         (["{file}:workload", "--dtype", "float16"], "takes no dtype"),
         (["{file}:workload", "--hardware", "abacus"], "no hardware named 'abacus'"),
         (["{file}:workload", "--allow", "magic"], "unknown levers"),
+        (["{file}:workload", "--budget", "min", "--allow", "offload"], "needs a directory"),
+        (["{file}:workload", "--nvme", "/tmp", "--allow", "recompute"], "leaves out"),
         (["{file}:workload", "--save-plan", "plan.json"], "needs --budget"),
         (["{file}:workload", "--save-profile", "/no/such/folder/p.json"], "No such file"),
     ],
@@ -313,7 +405,7 @@ def test_files_that_are_not_json_or_not_ours_exit_2(tmp_path):
         assert says in error_line(done)
 
 
-@pytest.mark.parametrize("lever", ["offload", "shard", "quantize"])
+@pytest.mark.parametrize("lever", ["shard", "quantize"])
 def test_lever_that_this_version_lacks_exits_4(factories, lever):
     done = run("report", f"{factories}:workload", "--budget", "1GiB", "--allow", lever)
     assert done.exit_code == 4

@@ -30,6 +30,7 @@ class _Rung:
 
     placement: Placement
     solver: Solver
+    before: Placement | None = None  # the rung below
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,10 @@ class OffloadSolver:
         sizes = self.base.simulator.bytes_of
         return max((sizes[v] for v in self.base.graph.saved), default=0)
 
-    def _rung(self, placement: Placement) -> _Rung:
+    def _rung(self, placement: Placement, before: Placement | None = None) -> _Rung:
         if placement.is_empty:
             return _Rung(placement, self.base)
-        return _Rung(placement, Solver(placed(self.state, placement), self._progress, like=self.base))
+        return _Rung(placement, Solver(placed(self.state, placement), self._progress, like=self.base), before)
 
     # The least
 
@@ -140,12 +141,30 @@ class OffloadSolver:
                 best = (step_s, rung, found)
         if best is None:
             raise self._infeasible(budget_bytes)
-        return self._plan(best[1], best[2], budget_bytes, nvme)
+        rung, found = self._keeping_more(best[1], best[2], budget_bytes)
+        return self._plan(rung, found, budget_bytes, nvme)
+
+    def _keeping_more(self, rung: _Rung, found: Found, budget_bytes: int) -> tuple[_Rung, Found]:
+        """The same choice of values with as much model state in memory as fits, between a rung and the one below."""
+        if rung.before is None:
+            return rung, found
+        low, high = 0, self.state.num_names(rung.before, rung.placement)  # `high` more than the rung below fits
+        best = (rung, found)
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = self._rung(self.state.between(rung.before, rung.placement, middle))
+            outcome = self._moving(tried, found.dropped, found.moved)
+            if tried.solver.peak_bytes(outcome.outcome) <= budget_bytes:
+                high, best = middle, (tried, replace(outcome, gap=found.gap))
+            else:
+                low = middle
+        return best
 
     def _fitting(self, budget_bytes: int) -> list[_Rung]:
         """Rungs worth solving: the first that fits, some that leave more room for activations, and the last."""
         for staged_for in (budget_bytes, 0):
-            rungs = [self._rung(p) for p in self.placements(staged_for)]
+            ladder = self.placements(staged_for)
+            rungs = [self._rung(p, before) for p, before in zip(ladder, [None, *ladder], strict=False)]
             for first, rung in enumerate(rungs):
                 self._progress(f"placing model state, {first + 1} of {len(rungs)}")
                 if self._least_bytes(rung) <= budget_bytes:

@@ -87,6 +87,19 @@ class ModelState:
     def chosen(self, names: frozenset[str], table: dict[str, list[int]]) -> list[int]:
         return [i for name in names for i in table.get(name, ())]
 
+    def num_names(self, before: Placement, after: Placement) -> int:
+        """How many names `after` has more than `before`, in all parts."""
+        return sum(len(b - a) for a, b in zip(_parts(before), _parts(after), strict=True))
+
+    def between(self, before: Placement, after: Placement, num: int) -> Placement:
+        """`after` with only the first `num` of the names that it has more than `before`."""
+        parts = []
+        for a, b in zip(_parts(before), _parts(after), strict=True):
+            more = [name for name in self.order if name in b - a]
+            parts.append(a | frozenset(more[:num]))
+            num = max(0, num - len(more))
+        return replace(after, states=parts[0], gradients=parts[1], parameters=parts[2])
+
     def bucket_sizes(self, placement: Placement) -> list[int]:
         """What each parameter that the optimizer steps brings into its bucket, in order."""
         sizes = []
@@ -111,6 +124,10 @@ class ModelState:
         limits = [max(a, b) for a, b in zip(sizes, own, strict=True)]
         held = [sum(sizes[i] for i in bucket) for bucket in buckets_of(limits, placement.bucket_bytes)]
         return min(placement.num_buckets, len(held)) * max(held, default=0)  # buffers are of one size
+
+
+def _parts(placement: Placement) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    return placement.states, placement.gradients, placement.parameters
 
 
 def placed(state: ModelState, placement: Placement) -> Profile:
@@ -188,7 +205,7 @@ def _bucket_temporaries(state: ModelState, placement: Placement, plain_bytes: in
     own = [state.bytes_of(state.parameters[name]) for name in state.order if name in state.gradients]
     if not own or plain_bytes == 0:
         return 0
-    if plain_bytes <= 2 * max(own):  # one parameter after the other
+    if not any("._foreach_" in op.key.op for op in state.profile.ops if op.phase is Phase.STEP):  # one after the other
         return plain_bytes
     sizes = [max(a, b) for a, b in zip(state.bucket_sizes(placement), own, strict=True)]
     largest = max(sum(own[i] for i in bucket) for bucket in buckets_of(sizes, placement.bucket_bytes))

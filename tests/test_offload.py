@@ -31,6 +31,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable[[Tensor], Tens
 }
 OPTIMIZERS: dict[str, Optimizer] = {
     "fused AdamW": lambda m: adamw(m, fused=True),
+    "loop AdamW": lambda m: adamw(m, foreach=False),
     "foreach AdamW": lambda m: adamw(m, foreach=True),
     "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
 }
@@ -119,8 +120,10 @@ def bits(tensors: list[Tensor]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("allow", [{"offload"}, {"recompute", "offload"}], ids=["offload", "both"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [*((name, "fused AdamW") for name in MODELS), ("mlp", "foreach AdamW"), ("mlp", "SGD"), ("gpt", "loop AdamW")],
+)
 def test_training_is_exact_within_the_budget_and_as_forecast(
     name: str, optimizer: str, allow: set[str], tmp_path: Path
 ) -> None:
@@ -135,7 +138,7 @@ def test_training_is_exact_within_the_budget_and_as_forecast(
     found = profile_of(name, make)
     least = memopt.plan(found, "min", allow=allow, nvme=str(tmp_path)).budget_bytes
 
-    for share in (0.0, 0.3, 0.7):
+    for share in (0.0, 0.4):
         budget = int(least + share * (found.peak_bytes - least))
         plan = memopt.plan(found, budget, allow=allow, nvme=str(tmp_path))
         losses, state, peak = measured_run(plan, original, make, batch, loss)

@@ -146,6 +146,8 @@ class Source:
             self.parameters.reload(self.item)
         if t._version != self.version:
             raise ReplayError(str(op), t.shape, f"it is at version {t._version}, expected version {self.version}")
+        if self.item is not None:
+            t = self.item.content
         if t.untyped_storage().nbytes() == 0 and t.numel() > 0:
             raise ReplayError(str(op), t.shape, "its storage is empty")
         if self.sample is not None and not _equal_bits(_sampled(t.detach()), self.sample):

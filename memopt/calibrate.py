@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+import psutil
 import torch
 from torch import nn
 
@@ -34,8 +35,9 @@ from memopt.workload import Workload
 Progress = Callable[[str], None]
 
 MIB = 2**20
-# Quartiles further apart say that somebody else was at work: the median is not to be trusted much.
-_BUSY = 1.5
+# Quartiles further apart, or more of the CPUs in use before we begin: figures are not to be trusted much.
+_MOST_SPREAD = 1.5
+_MOST_BUSY_PERCENT = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class Effort:
     num_layers: int = 4  # of a network whose ops cost little but their launch
     num_steps: int = 100  # of it
     disk_bytes: int = 256 * MIB
+    watch_s: float = 0.5  # looking at what others do, before anything is measured
 
 
 def effort_for(device: torch.device) -> Effort:
@@ -74,6 +77,10 @@ def calibrate(
     effort = effort or effort_for(target)
     progress = progress or (lambda text: None)
     clock = _Clock(target, effort)
+    progress("what else runs here")
+    # Spreads do not show a neighbour who takes the same share all the time.
+    if (busy := psutil.cpu_percent(interval=effort.watch_s)) > _MOST_BUSY_PERCENT:
+        clock.notes.append(f"others used {busy:.0f}% of the CPUs: figures are too low; calibrate again when it is idle")
     with torch.random.fork_rng(devices=[target] if target.type == "cuda" else []):
         torch.manual_seed(0)
         found = _compute(target, effort, clock, progress)
@@ -153,7 +160,7 @@ class _Clock:
 
     def doubts(self) -> list[str]:
         """A line if rounds differ much."""
-        varied = {what: spread for what, spread in self.spreads.items() if spread > _BUSY}
+        varied = {what: spread for what, spread in self.spreads.items() if spread > _MOST_SPREAD}
         if not varied:
             return []
         listed = ", ".join(f"{what} x{spread:.1f}" for what, spread in varied.items())
@@ -223,6 +230,16 @@ def _overheads(hardware: Hardware, device: torch.device, effort: Effort, clock: 
     dropped, and the profile says how many ops that is.
     """
     progress("small ops")
+    num_threads = torch.get_num_threads()
+    # Some kernels wake all threads for a few elements, and on a busy machine wait milliseconds for them.
+    torch.set_num_threads(1)
+    try:
+        return _overheads_of_one_thread(hardware, device, effort, clock)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _overheads_of_one_thread(hardware: Hardware, device: torch.device, effort: Effort, clock: _Clock) -> Hardware:
     plain = nn.Sequential(*(_Layer() for _ in range(effort.num_layers))).to(device)
     taped = copy.deepcopy(plain)
     x = torch.randn(4, 8, device=device)

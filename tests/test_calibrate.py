@@ -29,6 +29,7 @@ TINY = Effort(
     num_layers=2,
     num_steps=3,
     disk_bytes=2**16 + 4096,
+    watch_s=0.0,
 )
 
 
@@ -119,6 +120,23 @@ def test_rounds_that_differ_are_told():
     assert clock.median_of("shaken", [1.0, 5.0, 9.0]) == 5.0
     assert "shaken" in clock.doubts()[0]
     assert "steady" not in clock.doubts()[0]
+
+
+@pytest.mark.parametrize(("percent", "is_told"), [(3.0, False), (90.0, True)])
+def test_busy_machine_is_told(monkeypatch, percent, is_told):
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: percent)
+
+    found = calibrate(effort=TINY)
+
+    assert any("90%" in note for note in found.notes) == is_told
+
+
+def test_number_of_threads_is_as_before():
+    before = torch.get_num_threads()
+
+    found = calibrate(effort=TINY)
+
+    assert torch.get_num_threads() == found.num_threads == before
 
 
 @pytest.mark.parametrize(

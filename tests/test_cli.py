@@ -242,7 +242,7 @@ def calibrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Next to nothing is measured, and kept for this test alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     small = Effort(matrix=16, half_matrix=16, tensor_bytes=(4096,), num_rounds=2, rounds_s=0.0, num_layers=1)
-    small = dataclasses.replace(small, num_steps=2, disk_bytes=2**16)
+    small = dataclasses.replace(small, num_steps=2, disk_bytes=2**16, watch_s=0.0)
     monkeypatch.setattr("memopt.calibrate.effort_for", lambda device: small)
 
 

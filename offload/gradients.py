@@ -87,7 +87,7 @@ class OffloadedGradients:
             if item.buffer is not None:
                 self._write(key, item)
             return  # else it was added to in place, on the store
-        self._forget(key)
+        self._leave_place(key)
         if not can_be_away(g) or not is_alone(g, _NUM_HOLDERS):
             return
         if Geometry.of(g).num_bytes > self.extents[key].reserved_bytes:
@@ -167,6 +167,15 @@ class OffloadedGradients:
         item = self.items.pop(key, None)
         if item is not None and item.buffer is not None:
             self._used_bytes -= item.num_bytes
+
+    def _leave_place(self, key: int) -> None:
+        """A new gradient comes. If somebody keeps the old one, that keeps its place, and the new one gets another."""
+        old = self.items.get(key)
+        self._forget(key)
+        if old is not None and old.is_kept:
+            extents = self.store.reserve([self.extents[key].num_bytes])
+            old.release_when_gone(self.store)
+            self.extents[key] = extents[0]
 
     # The rest
 

@@ -139,6 +139,9 @@ class BucketedOptimizer:
         leaving: list[_Bucket] = []
         coming = 0  # buckets whose reads have begun
         num_ahead, num_behind = min(self.num_buckets - 1, 1), max(self.num_buckets - 2, 0)
+        if self._makes_states(buckets):  # they come beside the buffers: one bucket at a time
+            num_ahead = num_behind = 0
+            self._buffer_bytes = 0
         try:
             for i, bucket in enumerate(buckets):
                 while coming < min(i + 1 + num_ahead, len(buckets)):
@@ -165,6 +168,10 @@ class BucketedOptimizer:
         if not is_leaving and bucket.items and bucket.items[0].buffer is not None:
             self._begin_offload(bucket)  # the step raised in it: it may be half stepped
         self._end_offload(bucket)
+
+    def _makes_states(self, buckets: Sequence[_Bucket]) -> bool:
+        """Whether the step will make states that are to be away."""
+        return any(id(p) in self.away and not self.optimizer.state.get(p) for b in buckets for p in b.parameters)
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         """Buffers are of one size, so that each can serve any bucket."""
@@ -288,27 +295,18 @@ class BucketedOptimizer:
     def _send(self, new: Sequence[tuple[torch.Tensor, str, torch.Tensor]]) -> None:
         for p, key, _ in new:
             if (old := self.items.pop((id(p), key), None)) is not None:
-                self.store.release([old.extent])
+                old.release_when_gone(self.store)
         extents = self.store.reserve([t.numel() * t.element_size() for _, _, t in new])
-        items = [Offloaded(t, self.store, extent) for (_, _, t), extent in zip(new, extents, strict=True)]
-        buffer = self._buffer(sum(item.num_bytes for item in items))
-        start = 0
-        for item in items:
-            buffer[start : start + item.geometry.num_bytes].copy_(bytes_of(item.tensor))
-            start += item.num_bytes
-        try:
-            for transfer in [
-                self.store.write(run.extent, buffer[run.start : run.start + run.extent.reserved_bytes])
-                for run in runs_of(extents)
-            ]:
-                transfer.wait()
-        except StoreError:
-            self.store.release(extents)
-            raise
-        for (p, key, _), item in zip(new, items, strict=True):
+        buffers = Buffers()  # one tensor at a time: the states are in memory beside it
+        for (p, key, t), extent in zip(new, extents, strict=True):
+            item = Offloaded(t, self.store, extent)
+            buffers.keep_only(item.num_bytes)
+            buffer = buffers.take(item.num_bytes)
+            buffer[: item.geometry.num_bytes].copy_(bytes_of(t))
+            self.store.write(extent, buffer).wait()
             item.detach()
             self.items[(id(p), key)] = item
-        self._buffers.give(buffer)
+            buffers.give(buffer)
 
 
 def _writes(store: Store, buffer: torch.Tensor, items: Sequence[Offloaded]) -> list[Transfer]:

@@ -15,7 +15,9 @@ keeps would go on to show old values. The storage's use count tells; a tensor th
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -162,6 +164,17 @@ class Offloaded:
         """See [Note: Holders]."""
         assert self.buffer is not None
         return bool(torch._C._storage_Use_Count(self._buffer_key) > self.holders)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether somebody else still holds the tensor, or a view of its place on the store."""
+        # The slot and the argument; the tensor and `mapped`.
+        is_referenced = sys.getrefcount(self.tensor) > 2
+        return is_referenced or bool(torch._C._storage_Use_Count(self._mapped_key) > (2 if self.is_away else 1))
+
+    def release_when_gone(self, store: Store) -> None:
+        """Give the place on the store back when the last holder lets the tensor go: it goes on to show its values."""
+        weakref.finalize(self.tensor, store.release, [self.extent])
 
     def take_back(self) -> None:
         """Give the tensor ordinary memory of its own again, with its content."""

@@ -33,6 +33,10 @@ class Stored:
         self._transfer: Transfer | None = None
         self.was_reloaded = False  # what backward had once is not read ahead again
 
+    @property
+    def is_written(self) -> bool:
+        return self._transfer is None or self._transfer.is_done
+
     def reload(self) -> torch.Tensor:
         """A tensor of the value's geometry with its content, over memory of its own. Raises StoreError."""
         return self._owner.reload(self)
@@ -86,10 +90,9 @@ class OffloadedActivations:
             self.note(f"activations stay in memory: {e}")
             return None
         num_bytes = pages_up(geometry.num_bytes)
-        while self._leaving and self._used_bytes + num_bytes > self.capacity_bytes:
+        while self._leaving and (self._used_bytes + num_bytes > self.capacity_bytes or self._leaving[0].is_written):
             self._finish()
-        if self._used_bytes + self._buffers.free_bytes + num_bytes > self.capacity_bytes:
-            self._buffers.keep_only(num_bytes)
+        self._buffers.fit(num_bytes, self.capacity_bytes - self._used_bytes)
         stored = Stored(self, geometry, extent, len(self._in_order))
         buffer = self._buffers.take(num_bytes)
         self._used_bytes += num_bytes

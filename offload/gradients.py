@@ -109,10 +109,9 @@ class OffloadedGradients:
         item.attach(buffer)
 
     def _taken(self, num_bytes: int) -> torch.Tensor:
-        while self._leaving and self._used_bytes + num_bytes > self.capacity_bytes:
+        while self._leaving and (self._used_bytes + num_bytes > self.capacity_bytes or self._leaving[0][1].is_done):
             self._finish()
-        if self._used_bytes + self._buffers.free_bytes + num_bytes > self.capacity_bytes:
-            self._buffers.keep_only(num_bytes)
+        self._buffers.fit(num_bytes, self.capacity_bytes - self._used_bytes)
         self._used_bytes += num_bytes
         return self._buffers.take(num_bytes)
 

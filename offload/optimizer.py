@@ -34,7 +34,7 @@ from memopt.offload.residency import (
     runs_of,
 )
 from memopt.offload.sizes import buckets_of, stored_bytes
-from memopt.offload.store import Store, Transfer
+from memopt.offload.store import Store, Transfer, aligned_empty
 
 ATTRIBUTE = "_memopt_step"
 
@@ -297,16 +297,14 @@ class BucketedOptimizer:
             if (old := self.items.pop((id(p), key), None)) is not None:
                 old.release_when_gone(self.store)
         extents = self.store.reserve([t.numel() * t.element_size() for _, _, t in new])
-        buffers = Buffers()  # one tensor at a time: the states are in memory beside it
+        # One tensor at a time, in a buffer of its own: the states are in memory beside it.
         for (p, key, t), extent in zip(new, extents, strict=True):
             item = Offloaded(t, self.store, extent)
-            buffers.keep_only(item.num_bytes)
-            buffer = buffers.take(item.num_bytes)
+            buffer = aligned_empty(item.num_bytes)
             buffer[: item.geometry.num_bytes].copy_(bytes_of(t))
             self.store.write(extent, buffer).wait()
             item.detach()
             self.items[(id(p), key)] = item
-            buffers.give(buffer)
 
 
 def _writes(store: Store, buffer: torch.Tensor, items: Sequence[Offloaded]) -> list[Transfer]:

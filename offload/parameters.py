@@ -145,15 +145,14 @@ class OffloadedParameters:
 
     def _make_room(self, num_bytes: int, later_than: int, keep: int) -> bool:
         """Offload what is used last, but only what is used later than in `later_than` uses, until `num_bytes` fit."""
-        if self._used_bytes + self._buffers.free_bytes + num_bytes > self.capacity_bytes:
-            self._buffers.keep_only(num_bytes)
+        self._buffers.fit(num_bytes, self.capacity_bytes - self._used_bytes)
         if self._used_bytes + num_bytes <= self.capacity_bytes:
             return True
         for item in sorted(self._resident.values(), key=self._next_use, reverse=True):
             if self._next_use(item) <= later_than:
                 return False
             if id(item.tensor) != keep and self._offload(item):
-                self._buffers.keep_only(num_bytes)
+                self._buffers.fit(num_bytes, self.capacity_bytes - self._used_bytes)
             if self._used_bytes + num_bytes <= self.capacity_bytes:
                 return True
         return False

@@ -235,11 +235,14 @@ class Buffers:
         self._free.setdefault(buffer.numel(), []).append(buffer)
         self.free_bytes += buffer.numel()
 
-    def keep_only(self, num_bytes: int) -> None:
-        """Give free memory of other sizes back to the allocator."""
+    def fit(self, num_bytes: int, room_bytes: int) -> None:
+        """Give free memory back to the allocator until, after a `take` of `num_bytes`, it is at most `room_bytes`."""
         num_bytes = pages_up(num_bytes)
-        self._free = {size: buffers for size, buffers in self._free.items() if size == num_bytes}
-        self.free_bytes = sum(size * len(buffers) for size, buffers in self._free.items())
+        is_new = not self._free.get(num_bytes)
+        for size in [size for size in self._free if size != num_bytes]:
+            while self._free[size] and self.free_bytes + is_new * num_bytes > room_bytes:
+                self._free[size].pop()
+                self.free_bytes -= size
 
     def drop(self) -> None:
         """Give all free memory back to the allocator."""

@@ -22,4 +22,4 @@ def test_example_prints_a_forecast_that_held(path):
 
 
 def test_there_are_examples():
-    assert {path.stem for path in EXAMPLES} >= {"plain_loop", "decorator"}
+    assert {path.stem for path in EXAMPLES} >= {"plain_loop", "decorator", "offload_to_disk"}

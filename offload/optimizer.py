@@ -39,7 +39,7 @@ from memopt.offload.store import Store, Transfer, aligned_empty
 ATTRIBUTE = "_memopt_step"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Bucket:
     """Parameters that are stepped together, and the part of their state that is away."""
 

@@ -51,6 +51,10 @@ class OffloadedParameters:
 
     def _offload_all(self, parameters: Sequence[nn.Parameter]) -> None:
         chosen = [p for p in parameters if can_be_away(p) and is_alone(p)]
+        if len(chosen) < len(parameters):
+            self.note(
+                f"{len(parameters) - len(chosen)} parameters stay in memory: something else shows their memory too"
+            )
         extents = self.store.reserve([p.numel() * p.element_size() for p in chosen])
         for p, extent in zip(chosen, extents, strict=True):
             item = Offloaded(p, self.store, extent)

@@ -235,7 +235,7 @@ def _show(what: dict[str, Any] | RenderableType) -> None:
     console = Console(file=sys.stdout)
     if not console.is_terminal:
         console = Console(file=sys.stdout, width=120)  # a pipe has no width of its own: 80 would fold the tables
-    console.print(what)
+    console.print(what, crop=False)  # a path is of use only whole
 
 
 class _Progress:

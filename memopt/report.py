@@ -239,6 +239,7 @@ def report(found: Findings) -> RenderableType:
             parts.append(drops_table(found.drops))
         if found.on_disk:
             parts.append(disk_table(found.plan, found.on_disk))
+            parts.append(Text(f"kept under {found.plan.nvme}", no_wrap=True, overflow="ignore"))
     if found.remedies:
         parts.append(remedies_table(found))
     parts.append(verdict(found))
@@ -319,7 +320,7 @@ def drops_table(groups: Iterable[DropGroup]) -> Table:
 def disk_table(plan: Plan, shares: Iterable[DiskShare]) -> Table:
     """What is on the disk between uses, what a step moves, and what of the step's time each lever takes."""
     f = plan.forecast
-    table = _table(f"On disk ({plan.nvme})", "what", "tensors", "value", "of the plain step")
+    table = _table("On disk", "what", "tensors", "value", "of the plain step")
     for share in shares:
         table.add_row(_LABELS.get(share.kind, share.kind), str(share.num_tensors), format_bytes(share.num_bytes), "")
     table.add_section()
@@ -439,7 +440,13 @@ def calibration_report(found: Calibration, assumed: Hardware, path: Path) -> Ren
     parts: list[RenderableType] = [table]
     if found.nvme is None:
         parts.append(Text("The disk's rates are assumed: give --nvme PATH to measure the one that offload would use."))
-    parts.append(Text(f"Kept in {path}: profiles on this machine with {found.num_threads} threads use it from now on."))
+    parts.append(
+        Text(
+            f"Profiles on this machine with {found.num_threads} threads use it from now on; it is kept in\n{path}",
+            no_wrap=True,
+            overflow="ignore",
+        )
+    )
     parts += [Text(f"note: {note}", style="dim") for note in found.notes]
     return Group(*parts)
 
@@ -451,7 +458,7 @@ def _rate(value: float, unit: str) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", expand=False)
+    table = Table(title=Text(title), title_justify="left", title_style="bold", expand=False)
     for i, column in enumerate(columns):
         is_text = i == 0 or column in ("ops", "under this budget", "equal")
         table.add_column(column, justify="left" if is_text else "right", overflow="fold")

@@ -14,7 +14,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memopt.errors import StoreError
-from memopt.offload.residency import Buffers, Geometry, Offloaded, OwnThread, bytes_of, can_be_away, is_alone
+from memopt.offload.residency import (
+    Buffers,
+    Geometry,
+    Offloaded,
+    OwnThread,
+    Retired,
+    bytes_of,
+    can_be_away,
+    is_alone,
+)
 from memopt.offload.store import Extent, Store, Transfer
 
 # At the hook: the gradient, its storage's Python object, and the engine's own reference to what it accumulated.
@@ -38,6 +47,7 @@ class OffloadedGradients:
         self.parameters = {id(p): p for p in parameters}
         self.extents: dict[int, Extent] = {}
         self.items: dict[int, Offloaded] = {}  # of the gradients that are there, by identity of the parameter
+        self._retired = Retired(store)
         self._leaving: deque[tuple[int, Transfer]] = deque()
         self._buffers = Buffers()
         self._threads = OwnThread(note)
@@ -63,6 +73,7 @@ class OffloadedGradients:
     def begin_step(self) -> None:
         """A training forward begins. If gradients are there already, more will be accumulated onto them."""
         self._is_settling_asked = False
+        self._retired.sweep()
         self._hook()
         if not self._accumulates and any(p.grad is not None for p in self.parameters.values()):
             self._accumulates = True
@@ -172,9 +183,9 @@ class OffloadedGradients:
         old = self.items.get(key)
         self._forget(key)
         if old is not None and old.is_kept:
-            extents = self.store.reserve([self.extents[key].num_bytes])
-            old.release_when_gone(self.store)
-            self.extents[key] = extents[0]
+            (extent,) = self.store.reserve([self.extents[key].num_bytes])
+            self._retired.add(old)
+            self.extents[key] = extent
 
     # The rest
 
@@ -194,6 +205,7 @@ class OffloadedGradients:
         for item in self.items.values():
             item.take_back()
         self.items.clear()
+        self._retired.sweep()
         self.store.release(self.extents.values())
         self.extents.clear()
 

@@ -8,10 +8,11 @@ its own both ways.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import types
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from memopt.offload.parameters import OffloadedParameters
 from memopt.offload.residency import (
     Buffers,
     Offloaded,
+    Retired,
     bytes_of,
     can_be_away,
     in_file_order,
@@ -80,6 +82,7 @@ class BucketedOptimizer:
         self.bucket_bytes, self.num_buckets = bucket_bytes, num_buckets
         self.parameters, self.gradients, self.note = parameters, gradients, note
         self.items: dict[tuple[int, str], Offloaded] = {}  # states, by identity of the parameter and key
+        self._retired = Retired(store)
         self._buffers = Buffers()
         self._buffer_bytes = 0
         self._full: str | None = None
@@ -113,6 +116,7 @@ class BucketedOptimizer:
             item.take_back()
         self.store.release(item.extent for item in self.items.values())
         self.items.clear()
+        self._retired.sweep()
 
     def offload_states(self) -> None:
         """Send all states that should be away and are in memory to the store."""
@@ -132,10 +136,10 @@ class BucketedOptimizer:
             self.parameters.settle()
         if self.gradients is not None:
             self.gradients.settle()
+        self._retired.sweep()
         buckets = self._buckets(lambda p: p.grad is not None)
         self._buffer_bytes = max((bucket.num_bytes for bucket in buckets), default=0)
         groups = _Groups(self.optimizer)
-        core = _core_step(self.optimizer)
         leaving: list[_Bucket] = []
         coming = 0  # buckets whose reads have begun
         num_ahead, num_behind = min(self.num_buckets - 1, 1), max(self.num_buckets - 2, 0)
@@ -143,13 +147,14 @@ class BucketedOptimizer:
             num_ahead = num_behind = 0
             self._buffer_bytes = 0
         try:
+            if not buckets:
+                groups.step([], is_first=True, is_last=True)
             for i, bucket in enumerate(buckets):
                 while coming < min(i + 1 + num_ahead, len(buckets)):
                     self._begin_reload(buckets[coming])
                     coming += 1
                 self._end_reload(bucket)
-                groups.show(bucket.parameters)
-                core(self.optimizer)
+                groups.step(bucket.parameters, is_first=i == 0, is_last=i + 1 == len(buckets))
                 leaving.append(bucket)
                 self._begin_offload(bucket)
                 self._adopt(bucket)
@@ -240,6 +245,8 @@ class BucketedOptimizer:
             start += item.num_bytes
         for item in bucket.items:
             item.count_holders()
+            if id(item) in bucket.gradients and not self._is_torchs_own:
+                item.seal()
 
     def _begin_offload(self, bucket: _Bucket) -> None:
         if bucket.buffer is None:
@@ -249,10 +256,15 @@ class BucketedOptimizer:
         bucket.transfers = _writes(self.store, bucket.buffer, written)
 
     def _changes_gradient(self, item: Offloaded) -> bool:
-        """Torch's own optimizers leave gradients alone but for unscaling; others may not."""
-        if type(self.optimizer).__module__.startswith("torch.optim"):
+        """Fused kernels move the version of a gradient that they only read: they write it when they unscale it."""
+        if self._is_torchs_own and any(group.get("fused") for group in self.optimizer.param_groups):
             return getattr(self.optimizer, "grad_scale", None) is not None
         return item.is_dirty
+
+    @property
+    def _is_torchs_own(self) -> bool:
+        """Torch's own optimizers write through no `.data`: the version counter tells all."""
+        return type(self.optimizer).__module__.startswith("torch.optim")
 
     def _end_offload(self, bucket: _Bucket) -> None:
         if bucket.buffer is None:
@@ -295,7 +307,7 @@ class BucketedOptimizer:
     def _send(self, new: Sequence[tuple[torch.Tensor, str, torch.Tensor]]) -> None:
         for p, key, _ in new:
             if (old := self.items.pop((id(p), key), None)) is not None:
-                old.release_when_gone(self.store)
+                self._retired.add(old)
         extents = self.store.reserve([t.numel() * t.element_size() for _, _, t in new])
         # One tensor at a time, in a buffer of its own: the states are in memory beside it.
         for (p, key, t), extent in zip(new, extents, strict=True):
@@ -350,37 +362,56 @@ def _wait(bucket: _Bucket) -> None:
 
 
 class _Groups:
-    """An optimizer's param_groups, shown in part. What a step changes in a group's settings is changed once.
+    """An optimizer's param_groups, stepped in parts. What a step changes in a group's settings is changed once.
 
     [Note: Group counters] Some optimizers count steps in their groups. Each bucket sees what the first one saw, and the
-    group keeps what the last one left, so the count moves by one.
+    group keeps what the last one left, so the count moves by one. Parameters without a gradient, and groups of them
+    only, come with the first bucket.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.groups = optimizer, optimizer.param_groups
         self.all = [group["params"] for group in self.groups]
         self.before = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
-        self.number = {id(p): i for i, params in enumerate(self.all) for p in params}
         self.shown: set[int] = set()
+        self._core = _core_step(optimizer)
 
-    def show(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Let the optimizer see these parameters only, and only the groups that have one of them."""
-        chosen: dict[int, list[torch.Tensor]] = {}
-        for p in parameters:
-            chosen.setdefault(self.number[id(p)], []).append(p)
-        for i, params in chosen.items():
-            group = self.groups[i]
+    def step(self, parameters: Sequence[torch.Tensor], is_first: bool, is_last: bool) -> None:
+        """Step these, as one of several parts."""
+        self._show({id(p) for p in parameters}, is_first)
+        with _hooks_in_part(self.optimizer, is_first, is_last):
+            self._core(self.optimizer)
+
+    def _show(self, stepped: set[int], is_first: bool) -> None:
+        visible = []
+        for i, group in enumerate(self.groups):
+            params = [p for p in self.all[i] if id(p) in stepped or (is_first and p.grad is None)]
+            if not params and not (is_first and not self.all[i]):
+                continue
             if i in self.shown:
                 group.clear()
                 group.update(self.before[i])
+            self.shown.add(i)
             group["params"] = params
-        self.shown |= chosen.keys()
-        self.optimizer.param_groups = [self.groups[i] for i in sorted(chosen)]
+            visible.append(group)
+        self.optimizer.param_groups = visible
 
     def restore(self) -> None:
         self.optimizer.param_groups = self.groups
         for group, params in zip(self.groups, self.all, strict=True):
             group["params"] = params
+
+
+@contextlib.contextmanager
+def _hooks_in_part(optimizer: Optimizer, is_first: bool, is_last: bool) -> Iterator[None]:
+    """A step that calls the step of its base runs torch's hooks in there as well: once, not in each part."""
+    hidden = {"_optimizer_step_pre_hooks": not is_first, "_optimizer_step_post_hooks": not is_last}
+    before = {name: optimizer.__dict__.get(name) for name, is_hidden in hidden.items() if is_hidden}
+    optimizer.__dict__.update((name, OrderedDict()) for name in before)
+    try:
+        yield
+    finally:
+        optimizer.__dict__.update(before)
 
 
 def _core_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
@@ -454,18 +485,14 @@ def _probe(optimizer: Optimizer, in_parts: bool) -> list[torch.Tensor]:
             torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in ((4, 3), (5,), (2, 2))
         ]
         parameters += group["params"]
-    core = _core_step(own)
-    for _ in range(3):
+    for scale in (1.0, 1e3, 1e-3):  # a bound on all gradients together may hold back large ones only
         for p in parameters:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        if not in_parts:
-            core(own)
-            continue
+            p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
         groups = _Groups(own)
+        parts = [[p] for p in parameters] if in_parts else [parameters]
         try:
-            for p in parameters:
-                groups.show([p])
-                core(own)
+            for i, part in enumerate(parts):
+                groups.step(part, is_first=i == 0, is_last=i + 1 == len(parts))
         finally:
             groups.restore()
     states = [t for p in parameters for t in own.state[p].values() if isinstance(t, torch.Tensor)]
@@ -494,8 +521,8 @@ def _copy_of(optimizer: Optimizer) -> Optimizer:
 
 
 def _own_setting(x: Any) -> Any:
-    """A learning rate may be a tensor, which a step must not share with the original."""
-    return x.clone() if isinstance(x, torch.Tensor) else x
+    """A setting may be a tensor or a list, which a step must not share with the original."""
+    return x.detach().clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x)
 
 
 _OF_EVERY_OPTIMIZER = frozenset(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).__dict__)

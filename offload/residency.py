@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -84,6 +83,7 @@ class Offloaded:
 
     __slots__ = (
         "_buffer_key",
+        "_mapped_holders",
         "_mapped_key",
         "buffer",
         "extent",
@@ -100,6 +100,7 @@ class Offloaded:
         self.tensor, self.extent, self.geometry = tensor, extent, Geometry.of(tensor)
         self.mapped = self.geometry.over(store.mapped(extent))
         self._mapped_key: int = self.mapped.untyped_storage()._cdata
+        self._mapped_holders: int = torch._C._storage_Use_Count(self._mapped_key)
         self._buffer_key = 0
         self.buffer: torch.Tensor | None = None  # page-aligned bytes that hold the content while it is resident
         self.holders = 0
@@ -168,13 +169,9 @@ class Offloaded:
     @property
     def is_kept(self) -> bool:
         """Whether somebody else still holds the tensor, or a view of its place on the store."""
-        # The slot and the argument; the tensor and `mapped`.
-        is_referenced = sys.getrefcount(self.tensor) > 2
-        return is_referenced or bool(torch._C._storage_Use_Count(self._mapped_key) > (2 if self.is_away else 1))
-
-    def release_when_gone(self, store: Store) -> None:
-        """Give the place on the store back when the last holder lets the tensor go: it goes on to show its values."""
-        weakref.finalize(self.tensor, store.release, [self.extent])
+        if sys.getrefcount(self.tensor) > 2:  # the slot and the argument
+            return True
+        return bool(torch._C._storage_Use_Count(self._mapped_key) > self._mapped_holders + self.is_away)
 
     def take_back(self) -> None:
         """Give the tensor ordinary memory of its own again, with its content."""
@@ -184,6 +181,24 @@ class Offloaded:
         own.copy_(self.tensor.detach())
         self.tensor.data = own
         self.buffer = None
+
+
+class Retired:
+    """Tensors that are no longer model state. While somebody keeps one, or a view of it, it keeps its place."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._kept: list[Offloaded] = []
+
+    def add(self, item: Offloaded) -> None:
+        """Take over the item; its place on the store is released once nobody looks at it."""
+        self._kept.append(item)
+
+    def sweep(self) -> None:
+        """Release the places that nobody looks at any more."""
+        gone = [item for item in self._kept if not item.is_kept]
+        self._kept = [item for item in self._kept if item not in gone]
+        self.store.release(item.extent for item in gone)
 
 
 def _sums(content: torch.Tensor) -> torch.Tensor:

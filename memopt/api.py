@@ -16,7 +16,7 @@ from memopt.policies.solve import Progress, Solver, least_peak_bytes
 from memopt.profiler.hardware import Hardware, hardware_named
 from memopt.profiler.profile import Profile
 from memopt.profiler.step import profile_step
-from memopt.state import check_room
+from memopt.state import check_directory, check_room
 from memopt.units import parse_budget
 from memopt.workload import Workload, own_loss
 
@@ -167,6 +167,8 @@ def check_levers(allow: Iterable[str] | None, nvme: str | None, host_budget: int
         raise ValueError('allow={"offload"} needs a directory on a disk: give nvme="/path"')
     if asked is not None and "offload" not in asked and nvme is not None:
         raise ValueError(f'nvme={nvme!r} is for offload, which allow={sorted(asked)} leaves out: add "offload"')
+    if nvme is not None:
+        check_directory(nvme)
     if host_budget is not None:
         parse_budget(host_budget, int(psutil.virtual_memory().total))
         if nvme is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,8 +120,22 @@ def key_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> tuple[object,
 
 def check_room(nvme: str, num_bytes: int) -> None:
     """Raise StoreError if the disk under `nvme` has less than `num_bytes` free."""
-    path = Path(nvme)
+    if free_bytes(_nearest(nvme)) < num_bytes:
+        raise StoreError(nvme, errno.ENOSPC, num_bytes)
+
+
+def check_directory(nvme: str) -> None:
+    """Raise StoreError unless `nvme` is a directory that can be written, or can be made."""
+    path = _nearest(nvme)
+    if not path.is_dir():
+        raise StoreError(nvme, errno.ENOTDIR, 0)
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise StoreError(nvme, errno.EACCES, 0)
+
+
+def _nearest(nvme: str) -> Path:
+    """The path itself, or of its parents the first that is there."""
+    path = Path(nvme).absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
-    if free_bytes(path) < num_bytes:
-        raise StoreError(nvme, errno.ENOSPC, num_bytes)
+    return path

@@ -515,7 +515,9 @@ def _copy_of(optimizer: Optimizer) -> Optimizer:
         own.__dict__[name] = x
     own.__dict__.update(
         state=defaultdict(dict),
-        param_groups=[{k: _own_setting(v) for k, v in group.items()} for group in optimizer.param_groups],
+        param_groups=[
+            {k: v if k == "params" else _own_setting(v) for k, v in group.items()} for group in optimizer.param_groups
+        ],
     )
     return own
 

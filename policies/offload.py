@@ -7,6 +7,7 @@ finds the fastest recomputation; the best rung wins, with the waits for the stor
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -164,18 +165,39 @@ class OffloadSolver:
         """Rungs worth solving: the first that fits, some that leave more room for activations, and the last."""
         for staged_for in (budget_bytes, 0):
             ladder = self.placements(staged_for)
-            rungs = [self._rung(p, before) for p, before in zip(ladder, [None, *ladder], strict=False)]
-            for first, rung in enumerate(rungs):
-                self._progress(f"placing model state, {first + 1} of {len(rungs)}")
-                if self._least_bytes(rung) <= budget_bytes:
-                    wanted = sorted({first, first + 1, first + 2, first + 4, len(rungs) - 1} & set(range(len(rungs))))
-                    return [rungs[i] for i in wanted if self._least_bytes(rungs[i]) <= budget_bytes]
+            rungs: dict[int, _Rung | None] = {}
+
+            def fitting(i: int, ladder: list[Placement] = ladder, rungs: dict[int, _Rung | None] = rungs) -> bool:
+                if i not in rungs:
+                    self._progress(f"placing model state, {i + 1} of {len(ladder)}")
+                    rung = self._rung(ladder[i], ladder[i - 1] if i else None)
+                    rungs[i] = rung if self._fits(rung, budget_bytes) else None
+                return rungs[i] is not None
+
+            last = len(ladder) - 1
+            if fitting(last):
+                first = bisect.bisect_left(range(last), True, key=fitting)
+            else:  # staging can be more than what it saves
+                first = next((i for i in range(last) if fitting(i)), last)
+            wanted = sorted({first, first + 1, first + 2, first + 4, last} & set(range(len(ladder))))
+            found = [rung for i in wanted if fitting(i) and (rung := rungs[i]) is not None]
+            if found:
+                return found
         return []
+
+    def _fits(self, rung: _Rung, budget_bytes: int) -> bool:
+        """Whether any choice fits; the cheapest to try come first."""
+        solver, room = rung.solver, budget_bytes - rung.solver.scratch_bytes
+        if solver.plain.peak_bytes <= room:
+            return True
+        if self._moving(rung, _NOTHING, self._movable(solver)).outcome.peak_bytes <= room:
+            return True
+        return self._least_bytes(rung) <= budget_bytes
 
     def _fastest(self, rung: _Rung, budget_bytes: int) -> Found:
         """The fastest choice found for a rung: recompute alone, moving alone, or some of both."""
         solver, room = rung.solver, budget_bytes - rung.solver.scratch_bytes
-        found = [self._least(rung)]
+        found: list[Found] = []
         if solver.plain.peak_bytes <= room:
             found.append(Found(_NOTHING, solver.plain))
         found += self._keeping_some(rung, room)
@@ -187,7 +209,7 @@ class OffloadSolver:
             if best is not None:
                 found += [best, *self._moving_some(rung, best.dropped)]
         fitting = [f for f in found if f.outcome.peak_bytes <= room]
-        return min(fitting, key=lambda f: (self._step_s(rung, f), f.outcome.peak_bytes))
+        return min(fitting or [self._least(rung)], key=lambda f: (self._step_s(rung, f), f.outcome.peak_bytes))
 
     def _keeping_some(self, rung: _Rung, room: int) -> list[Found]:
         """Everything moved but as many of the last values as fit: what is made last is freed first in backward."""

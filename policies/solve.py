@@ -15,13 +15,14 @@ from memopt.errors import InfeasibleBudgetError
 from memopt.policies.graph import ForwardGraph, Segment, lower_bound_s
 from memopt.policies.plan import Drop, Forecast, Plan
 from memopt.policies.simulate import Outcome, Simulator
-from memopt.profiler.profile import Profile
+from memopt.profiler.profile import Kind, Profile
 
 Progress = Callable[[str], None]
 
 _NUM_TOGGLES = 24  # single values tried for the least peak
 _NUM_FILL_TRIES = 48  # single values tried when a budget is almost spent
 _NOTHING: frozenset[int] = frozenset()
+_MODEL_STATE = {Kind.PARAMETER.value, Kind.GRADIENT.value, Kind.OPTIMIZER_STATE.value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +291,8 @@ class Solver:
         remedies = []
         if breakdown.get("activation", 0) + breakdown.get("recomputed", 0) + breakdown.get("temporary", 0) > 0:
             remedies.append("use a smaller micro-batch or a shorter sequence")
+        if self.profile.device == "cpu" and _MODEL_STATE & breakdown.keys():
+            remedies.append('keep model state on a disk: nvme="/path"')
         return tuple(remedies)
 
 

@@ -8,7 +8,7 @@ from small_models import TinyGPT, mlp, profile_of, token_loss
 from torch import nn
 
 import memopt
-from memopt.errors import BudgetError, InfeasibleBudgetError, MemoptError, UnsupportedError
+from memopt.errors import BudgetError, InfeasibleBudgetError, MemoptError, StoreError, UnsupportedError
 from memopt.units import parse_bytes
 
 
@@ -169,3 +169,21 @@ def test_hardware_changes_times_and_not_bytes():
 def test_workload_refuses_what_it_cannot_run(options):
     with pytest.raises(ValueError, match=r"Workload\("):
         memopt.Workload(**options)
+
+
+def test_infeasible_budget_names_the_disk_as_a_way_out():
+    profile = profiled()
+    with pytest.raises(InfeasibleBudgetError, match=r'nvme="/path"'):
+        memopt.plan(profile, 1)
+
+
+@pytest.mark.parametrize("budget", ["1TiB", "min"])
+def test_directory_that_cannot_be_made_is_told_whatever_the_budget(budget, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    profile = profiled()
+    with pytest.raises(StoreError, match="Not a directory"):
+        memopt.plan(profile, budget, nvme=str(file / "below"))
+    with pytest.raises(StoreError, match="Not a directory"):
+        memopt.wrap_model(torch.nn.Linear(2, 2), budget=budget, nvme=str(file))
+    assert list(tmp_path.iterdir()) == [file]

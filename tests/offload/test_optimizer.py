@@ -749,6 +749,14 @@ def test_probing_an_optimizer_changes_nothing(name):
     assert all(same(now[k], before[1][k]) for k in now if k not in ("past", "_params"))
 
 
+def test_probing_an_optimizer_copies_no_parameter(monkeypatch):
+    copied = []
+    plain = nn.Parameter.__deepcopy__
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda p, memo: copied.append(p) or plain(p, memo))
+    assert why_not_bucketed(optim.AdamW(net().parameters())) is None
+    assert copied == []
+
+
 # Views, and writes that nobody sees
 
 

@@ -104,6 +104,24 @@ class StoreError(MemoptError, OSError):
         return type(self), (self.path, self.errno, self.num_bytes)
 
 
+class NonFiniteGradientError(MemoptError, FloatingPointError):
+    """A gradient that is NaN, infinite or too large for an 8-bit state; nothing was stepped.
+
+    Attributes:
+        part: the parameter's name, or its shape.
+    """
+
+    def __init__(self, part: str) -> None:
+        super().__init__(part)
+        self.part = part
+
+    def __str__(self) -> str:
+        return (
+            f"the gradient of {self.part} is not finite; the step was not taken. Lower the learning rate, clip, or use "
+            'nonfinite="skip" to go on with the next batch.'
+        )
+
+
 _DISK_ADVICE = {
     errno_names.ENOSPC: ". Free that much there, or give another path.",
     errno_names.EDQUOT: ". Raise the quota by that much, or give another path.",

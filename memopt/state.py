@@ -14,10 +14,11 @@ from memopt.errors import StoreError, UnsupportedError
 from memopt.offload.activations import OffloadedActivations
 from memopt.offload.gradients import OffloadedGradients
 from memopt.offload.nvme import NVMeStore, free_bytes
-from memopt.offload.optimizer import BucketedOptimizer, why_not_bucketed
+from memopt.offload.optimizer import BucketedOptimizer
 from memopt.offload.parameters import OffloadedParameters
 from memopt.offload.run_directory import RunDirectory
 from memopt.policies.plan import Plan
+from memopt.stepping import why_not_in_parts
 
 
 class OffloadedState:
@@ -31,7 +32,7 @@ class OffloadedState:
         self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, note: Callable[[str], None]
     ) -> None:
         assert plan.nvme is not None, "a plan that offloads says where to"
-        if optimizer is not None and (reason := why_not_bucketed(optimizer)) is not None:
+        if optimizer is not None and (reason := why_not_in_parts(optimizer)) is not None:
             raise UnsupportedError(type(optimizer).__name__, reason)
         self.key = key_of(plan, optimizer)
         check_room(plan.nvme, plan.forecast.store_bytes)

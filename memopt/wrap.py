@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 from memopt.api import Budget, check_levers, plan, with_peak
 from memopt.apply import attach, attachment_of, detach
 from memopt.errors import InfeasibleBudgetError, StoreError, UnsupportedError
-from memopt.offload.optimizer import why_not_bucketed
 from memopt.policies.plan import Plan
 from memopt.policies.solve import least_peak_bytes
 from memopt.profiler.profile import Profile
 from memopt.profiler.step import profile_step
 from memopt.session import Session
+from memopt.stepping import why_not_in_parts
 from memopt.units import parse_budget
 from memopt.workload import assumed_loss
 
@@ -104,7 +104,7 @@ class LazyPlanner:
         optimizer = self.session.optimizer
         if self.nvme is None:
             return plan(profile, self.budget, self.allow - {"offload"})
-        if optimizer is not None and (reason := why_not_bucketed(optimizer)) is not None:
+        if optimizer is not None and (reason := why_not_in_parts(optimizer)) is not None:
             self.session.note(f"nothing is offloaded: {type(optimizer).__name__} can't be stepped in buckets: {reason}")
             return plan(profile, self.budget, self.allow - {"offload"})
         return plan(profile, self.budget, self.allow, nvme=self.nvme, host_budget=self.host_budget)

@@ -1,26 +1,16 @@
 """The user's own optimizer, stepped in place bucket by bucket: read bucket i + 1 | step i | write i - 1.
 
-A torch optimizer steps the parameters in its `param_groups`. Shown one bucket at a time, the states, gradients and
-parameters of the other buckets can be on a store. Class, schedulers, hyper-parameters, hooks and `state_dict` stay what
-they were. That the results are the same is not believed but tried: `is_per_parameter` steps a few small parameters of
-its own both ways.
+While one bucket is stepped (stepping.py), the states, gradients and parameters of the others can be on a store.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import random
-import types
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from memopt.errors import StoreError
 from memopt.offload.gradients import OffloadedGradients
@@ -37,8 +27,7 @@ from memopt.offload.residency import (
 )
 from memopt.offload.sizes import buckets_of, stored_bytes
 from memopt.offload.store import Store, Transfer, aligned_empty
-
-ATTRIBUTE = "_memopt_step"
+from memopt.stepping import Attached, Core, Groups, value_of
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +46,7 @@ class BucketedOptimizer:
     """An optimizer whose states live on a store, stepped in buckets. `install` and `remove` change the object itself.
 
     Args:
-        optimizer: any torch optimizer that treats each parameter on its own: ask `why_not_bucketed` before.
+        optimizer: any torch optimizer that treats each parameter on its own: ask `why_not_in_parts` before.
         away: the parameters (by identity) whose states are kept on the store.
         store: where to.
         bucket_bytes: how much of parameters, gradients and states a bucket may bring into memory.
@@ -65,6 +54,7 @@ class BucketedOptimizer:
             the last one meanwhile.
         parameters, gradients: those that are away too, if any.
         note: takes a line of text about what was not followed.
+        core: steps what a bucket shows; by default the optimizer's class does.
     """
 
     def __init__(
@@ -77,7 +67,9 @@ class BucketedOptimizer:
         parameters: OffloadedParameters | None,
         gradients: OffloadedGradients | None,
         note: Callable[[str], None],
+        core: Core | None = None,
     ) -> None:
+        self.core = core
         self.optimizer, self.away, self.store = optimizer, away, store
         self.bucket_bytes, self.num_buckets = bucket_bytes, num_buckets
         self.parameters, self.gradients, self.note = parameters, gradients, note
@@ -91,34 +83,20 @@ class BucketedOptimizer:
 
     def install(self) -> None:
         """Let `optimizer.step` step in buckets. States that are there already go to the store."""
-        optimizer = self.optimizer
-        self._before = optimizer.__dict__.get("step")
-        optimizer.__dict__[ATTRIBUTE] = self
-        optimizer.__dict__["step"] = types.MethodType(_step, optimizer)
-        self._load_hook = optimizer.register_load_state_dict_post_hook(_offload_loaded)
-        self.offload_states()
+        self._attached = Attached(self.optimizer, self)
+        self.loaded()
 
     def remove(self) -> None:
         """Put the object back; its states get ordinary memory again."""
-        optimizer = self.optimizer
-        if optimizer.__dict__.get(ATTRIBUTE) is not self:
+        if not self._attached.remove():
             return
-        self._load_hook.remove()
-        del optimizer.__dict__[ATTRIBUTE]
-        step = optimizer.__dict__.get("step")
-        if getattr(step, "__func__", None) is _step:
-            if self._before is not None:
-                optimizer.__dict__["step"] = self._before
-            else:
-                del optimizer.__dict__["step"]
-        # else a scheduler has wrapped ours: `_step` goes on to the class's own step when it finds no attachment
         for item in self.items.values():
             item.take_back()
         self.store.release(item.extent for item in self.items.values())
         self.items.clear()
         self._retired.sweep()
 
-    def offload_states(self) -> None:
+    def loaded(self) -> None:
         """Send all states that should be away and are in memory to the store."""
         for bucket in self._buckets(lambda p: True):
             self._adopt(bucket)
@@ -128,10 +106,7 @@ class BucketedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """One optimizer step. Returns the closure's value, None without one."""
-        value = None
-        if closure is not None:
-            with torch.enable_grad():
-                value = closure()
+        value = value_of(closure)
         if self.parameters is not None:
             self.parameters.settle()
         if self.gradients is not None:
@@ -139,7 +114,7 @@ class BucketedOptimizer:
         self._retired.sweep()
         buckets = self._buckets(lambda p: p.grad is not None)
         self._buffer_bytes = max((bucket.num_bytes for bucket in buckets), default=0)
-        groups = _Groups(self.optimizer)
+        groups = Groups(self.optimizer, self.core)
         leaving: list[_Bucket] = []
         coming = 0  # buckets whose reads have begun
         num_ahead, num_behind = min(self.num_buckets - 1, 1), max(self.num_buckets - 2, 0)
@@ -359,172 +334,3 @@ def _wait(bucket: _Bucket) -> None:
             failed = e
     if failed is not None:
         raise failed
-
-
-class _Groups:
-    """An optimizer's param_groups, stepped in parts. What a step changes in a group's settings is changed once.
-
-    [Note: Group counters] Some optimizers count steps in their groups. Each bucket sees what the first one saw, and the
-    group keeps what the last one left, so the count moves by one. Parameters without a gradient, and groups of them
-    only, come with the first bucket.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self.groups = optimizer, optimizer.param_groups
-        self.all = [group["params"] for group in self.groups]
-        self.before = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
-        self.shown: set[int] = set()
-        self._core = _core_step(optimizer)
-
-    def step(self, parameters: Sequence[torch.Tensor], is_first: bool, is_last: bool) -> None:
-        """Step these, as one of several parts."""
-        self._show({id(p) for p in parameters}, is_first)
-        with _hooks_in_part(self.optimizer, is_first, is_last):
-            self._core(self.optimizer)
-
-    def _show(self, stepped: set[int], is_first: bool) -> None:
-        visible = []
-        for i, group in enumerate(self.groups):
-            params = [p for p in self.all[i] if id(p) in stepped or (is_first and p.grad is None)]
-            if not params and not (is_first and not self.all[i]):
-                continue
-            if i in self.shown:
-                group.clear()
-                group.update(self.before[i])
-            self.shown.add(i)
-            group["params"] = params
-            visible.append(group)
-        self.optimizer.param_groups = visible
-
-    def restore(self) -> None:
-        self.optimizer.param_groups = self.groups
-        for group, params in zip(self.groups, self.all, strict=True):
-            group["params"] = params
-
-
-@contextlib.contextmanager
-def _hooks_in_part(optimizer: Optimizer, is_first: bool, is_last: bool) -> Iterator[None]:
-    """A step that calls the step of its base runs torch's hooks in there as well: once, not in each part."""
-    hidden = {"_optimizer_step_pre_hooks": not is_first, "_optimizer_step_post_hooks": not is_last}
-    before = {name: optimizer.__dict__.get(name) for name, is_hidden in hidden.items() if is_hidden}
-    optimizer.__dict__.update((name, OrderedDict()) for name in before)
-    try:
-        yield
-    finally:
-        optimizer.__dict__.update(before)
-
-
-def _core_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The class's step without what torch wraps around it (hooks, profiling), which happens once per step."""
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return step
-
-
-def _bucketed(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    return self.__dict__[ATTRIBUTE].step(closure)
-
-
-def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of `optimizer.step`. With torch's hooks around the whole, and what a scheduler counts."""
-    attachment = self.__dict__.get(ATTRIBUTE)
-    if attachment is None:
-        return type(self).step(self, *args, **kwargs)
-    self._opt_called = True  # type: ignore[attr-defined]  # what a scheduler that was made before would note
-    return Optimizer.profile_hook_step(_bucketed)(self, *args, **kwargs)
-
-
-_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers ask for it
-
-
-def _offload_loaded(optimizer: Optimizer) -> None:
-    attachment = optimizer.__dict__.get(ATTRIBUTE)
-    if attachment is not None:
-        attachment.offload_states()
-
-
-# Whether an optimizer can be stepped in parts
-
-
-def why_not_bucketed(optimizer: Optimizer) -> str | None:
-    """Why this optimizer can't be stepped in buckets; None if it can."""
-    step = optimizer.__dict__.get("step")
-    if step is not None and ATTRIBUTE not in optimizer.__dict__ and not hasattr(step, "_wrapped_by_lr_sched"):
-        return "its `step` was replaced on the object, and stepping it in buckets would skip that"
-    if not is_per_parameter(optimizer):
-        return "stepped in parts it gives other numbers (it uses all parameters together, or keeps state of its own)"
-    return None
-
-
-def is_per_parameter(optimizer: Optimizer) -> bool:
-    """Whether stepping a few parameters one by one gives the same bits as stepping them together; tried on copies."""
-    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        together, parts = (_probe(optimizer, in_parts) for in_parts in (False, True))
-    except Exception:
-        return False
-    finally:
-        torch.set_rng_state(generators[0])
-        random.setstate(generators[1])
-        np.random.set_state(generators[2])
-    return len(together) == len(parts) and all(torch.equal(a, b) for a, b in zip(together, parts, strict=True))
-
-
-def _probe(optimizer: Optimizer, in_parts: bool) -> list[torch.Tensor]:
-    """Parameters and states after three steps of a copy of `optimizer` on small parameters of its own."""
-    own = _copy_of(optimizer)
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    generator = torch.Generator().manual_seed(0)
-    parameters: list[torch.Tensor] = []
-    for group in own.param_groups:
-        dtype = next((p.dtype for p in group["params"] if p.is_floating_point()), torch.float32)
-        group["params"] = [
-            torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in ((4, 3), (5,), (2, 2))
-        ]
-        parameters += group["params"]
-    for scale in (1.0, 1e3, 1e-3):  # a bound on all gradients together may hold back large ones only
-        for p in parameters:
-            p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
-        groups = _Groups(own)
-        parts = [[p] for p in parameters] if in_parts else [parameters]
-        try:
-            for i, part in enumerate(parts):
-                groups.step(part, is_first=i == 0, is_last=i + 1 == len(parts))
-        finally:
-            groups.restore()
-    states = [t for p in parameters for t in own.state[p].values() if isinstance(t, torch.Tensor)]
-    return [*parameters, *states]
-
-
-def _copy_of(optimizer: Optimizer) -> Optimizer:
-    """A new object of the same class with the same settings, and no state.
-
-    Raises ValueError if the object keeps tensors outside of `state`: they would be of the whole, not of a bucket.
-    """
-    own = object.__new__(type(optimizer))
-    for name, x in optimizer.__dict__.items():
-        if name in ("step", ATTRIBUTE, "grad_scale", "found_inf"):
-            continue
-        if name not in _OF_EVERY_OPTIMIZER:
-            if any(isinstance(t, torch.Tensor) for t in tree_leaves(x)) or isinstance(x, dict | list | set):
-                raise ValueError(f"{type(optimizer).__name__}.{name} keeps state of its own")
-            x = copy.deepcopy(x)
-        own.__dict__[name] = x
-    own.__dict__.update(
-        state=defaultdict(dict),
-        param_groups=[
-            {k: v if k == "params" else _own_setting(v) for k, v in group.items()} for group in optimizer.param_groups
-        ],
-    )
-    return own
-
-
-def _own_setting(x: Any) -> Any:
-    """A setting may be a tensor or a list, which a step must not share with the original."""
-    return x.detach().clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x)
-
-
-_OF_EVERY_OPTIMIZER = frozenset(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).__dict__)

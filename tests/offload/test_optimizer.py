@@ -17,9 +17,10 @@ import memopt.offload.nvme
 from memopt.offload import sizes
 from memopt.offload.gradients import OffloadedGradients
 from memopt.offload.nvme import NVMeStore
-from memopt.offload.optimizer import BucketedOptimizer, why_not_bucketed
+from memopt.offload.optimizer import BucketedOptimizer
 from memopt.offload.parameters import OffloadedParameters
 from memopt.offload.sizes import PAGE_BYTES
+from memopt.stepping import why_not_in_parts
 
 BUCKET_BYTES = 11 * PAGE_BYTES  # two parameters with AdamW, whose tensors take a page each
 
@@ -224,7 +225,7 @@ OPTIMIZERS = {
 def test_every_optimizer_steps_in_buckets_to_the_plain_numbers(name, store):
     make = OPTIMIZERS[name]
     plain_model, plain, model, ours, away = pair(make, store)
-    assert why_not_bucketed(ours) is None
+    assert why_not_in_parts(ours) is None
     for i in range(5):
         assert train(plain_model, plain, [i]) == train(model, ours, [i])
         assert away.num_buckets > 1
@@ -716,13 +717,13 @@ NOT_PER_PARAMETER = {
 
 @pytest.mark.parametrize("name", NOT_PER_PARAMETER)
 def test_optimizer_that_is_more_than_its_parameters_is_told(name):
-    assert why_not_bucketed(NOT_PER_PARAMETER[name](net().parameters())) is not None
+    assert why_not_in_parts(NOT_PER_PARAMETER[name](net().parameters())) is not None
 
 
 def test_step_that_was_replaced_on_the_object_is_told():
     optimizer = OPTIMIZERS["Adam"](net().parameters())
     optimizer.step = lambda closure=None: None
-    assert "replaced" in why_not_bucketed(optimizer)
+    assert "replaced" in why_not_in_parts(optimizer)
 
 
 @pytest.mark.parametrize("name", [*NOT_PER_PARAMETER, "AdamW loop", "Adam with a tensor lr", "Lion of the user's"])
@@ -739,7 +740,7 @@ def test_probing_an_optimizer_changes_nothing(name):
     )
     objects = [id(t) for state in optimizer.state.values() for t in state.values()]
     generators = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
-    why_not_bucketed(optimizer)
+    why_not_in_parts(optimizer)
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert (random.getstate(), str(np.random.get_state())) == generators[1:]
     assert same(everything(model, optimizer), before[0])
@@ -753,7 +754,7 @@ def test_probing_an_optimizer_copies_no_parameter(monkeypatch):
     copied = []
     plain = nn.Parameter.__deepcopy__
     monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda p, memo: copied.append(p) or plain(p, memo))
-    assert why_not_bucketed(optim.AdamW(net().parameters())) is None
+    assert why_not_in_parts(optim.AdamW(net().parameters())) is None
     assert copied == []
 
 

@@ -1,0 +1,470 @@
+"""The user's own optimizer over 8-bit states: tile by tile decode, step, encode, while the tile is in cache.
+
+The optimizer steps flat tiles of a parameter as if they were parameters. That this gives what stepping the whole gives
+is not believed but tried, as is which states are signed: `codecs_of` steps a small parameter of its own both ways.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memopt.errors import NonFiniteGradientError, UnsupportedError
+from memopt.quant.codec import VERSION, Codec, Coded, decode, encode
+from memopt.quant.sizes import BLOCK, LEAST_CODED, TILE, num_blocks
+from memopt.stepping import (
+    Attached,
+    Core,
+    blank_copy,
+    core_step,
+    hooks_in_part,
+    roll_dice_again,
+    same_dice,
+    value_of,
+)
+
+FORMAT = "memopt.8bit_states"
+_MOST = 1e18  # of a gradient: its square is a float32
+_CODES, _SCALES = ".codes", ".scales"
+
+
+class CodedState(dict[str, Any]):
+    """The state of one parameter: torch's entries, those in 8 bits as `<name>.codes` and `<name>.scales`.
+
+    Copies and pickles are plain dicts with float32 tensors again.
+    """
+
+    def __init__(self, like: torch.Tensor, names: Sequence[str]) -> None:
+        super().__init__()
+        self.size, self.stride, self.numel = like.size(), like.stride(), like.numel()
+        self.names = tuple(names)  # in torch's order
+        self.kinds: dict[str, tuple[Codec, torch.dtype]] = {}
+
+    def add(self, name: str, codec: Codec, dtype: torch.dtype) -> None:
+        coded = Coded.empty(codec, self.numel)
+        self.kinds[name] = codec, dtype
+        self[name + _CODES], self[name + _SCALES] = coded.codes, coded.scales
+
+    def coded(self, name: str) -> Coded:
+        return Coded(self.kinds[name][0], self[name + _CODES], self[name + _SCALES])
+
+    def __missing__(self, name: str) -> Any:
+        if name in self.kinds:
+            raise KeyError(f"{name} is kept in 8 bits: read it from optimizer.state_dict()")
+        raise KeyError(name)
+
+    def plain(self) -> dict[str, Any]:
+        """What torch's optimizer would keep; the tensors are new."""
+        return {name: self._decoded(name) if name in self.kinds else self[name] for name in self.names}
+
+    def _decoded(self, name: str) -> torch.Tensor:
+        whole, work = torch.empty(self.numel, dtype=self.kinds[name][1]), _Work(self.numel, 1)
+        for start, stop in _tiles(self.numel):
+            decode(self.coded(name).part(start, stop), work.buffer(0, stop - start), work.spare(stop - start))
+            whole[start:stop].copy_(work.buffer(0, stop - start)[: stop - start])
+        return whole.as_strided(self.size, self.stride)
+
+    def compact(self) -> dict[str, Any]:
+        """As `plain`, with the codes themselves."""
+        return {name: self._described(name) if name in self.kinds else self[name] for name in self.names}
+
+    def _described(self, name: str) -> dict[str, Any]:
+        codec, dtype = self.kinds[name]
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "codec": codec.value,
+            "dtype": str(dtype).removeprefix("torch."),
+            "size": list(self.size),
+            "stride": list(self.stride),
+            "codes": self[name + _CODES],
+            "scales": self[name + _SCALES],
+        }
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (self.plain(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.plain(), memo)
+
+
+class _Work:
+    """Float32 buffers for one tile."""
+
+    def __init__(self, numel: int, num_states: int) -> None:
+        self._length = BLOCK * num_blocks(min(numel, TILE))
+        self._memory = torch.empty((num_states + 1) * self._length)
+
+    def buffer(self, i: int, numel: int) -> torch.Tensor:
+        """Memory of whole blocks for `numel` elements of the i-th state."""
+        return self._memory[i * self._length :][: BLOCK * num_blocks(numel)]
+
+    def spare(self, numel: int) -> torch.Tensor:
+        return self._memory[-self._length :][: BLOCK * num_blocks(numel)]
+
+
+def _tiles(numel: int) -> list[tuple[int, int]]:
+    return [(start, min(start + TILE, numel)) for start in range(0, numel, TILE)]
+
+
+class _Parts:
+    """Steps of an optimizer that together are one: see stepping.py, [Note: Group counters]."""
+
+    def __init__(self, optimizer: Optimizer, core: Core, num_tiles: int) -> None:
+        self.optimizer, self.groups = optimizer, optimizer.param_groups
+        self._core, self._num_left = core, num_tiles
+        self._before = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
+        self._stepped: set[int] = set()
+        self._is_first = True
+
+    def step(self, shown: Mapping[int, list[torch.Tensor]]) -> None:
+        """Step these parameters of the groups with these indices, if there is one."""
+        if not shown and self.groups:
+            return
+        for i, parameters in shown.items():
+            group = self.groups[i]
+            if i in self._stepped:
+                group.clear()
+                group.update(self._before[i])
+            self._stepped.add(i)
+            group["params"] = parameters
+        self.optimizer.param_groups = [self.groups[i] for i in shown]
+        with hooks_in_part(self.optimizer, self._is_first, self._num_left == 0):
+            self._core(self.optimizer)
+        self._is_first = False
+
+    def step_tile(self, i: int, tile: torch.Tensor) -> None:
+        self._num_left -= 1
+        self.step({i: [tile]})
+
+
+class QuantizedOptimizer:
+    """An optimizer whose states are in 8 bits. `install` and `remove` change the object itself.
+
+    Args:
+        optimizer: any torch optimizer that treats each element on its own: `codecs_of` says whether it does.
+        codecs: of its states, by name.
+        names: those of the parameters whose states are coded, by identity.
+        nonfinite: "skip" leaves a step out whose gradients are not all finite, "raise" raises NonFiniteGradientError;
+            nothing is changed either way.
+        note: takes a line of text about what happened.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        codecs: Mapping[str, Codec],
+        names: Mapping[int, str],
+        nonfinite: str,
+        note: Callable[[str], None],
+    ) -> None:
+        self.optimizer, self.codecs, self.names, self.nonfinite, self.note = optimizer, codecs, names, nonfinite, note
+        self.num_skipped = 0
+        self._core = core_step(optimizer)
+        self._hooks: list[Any] = []
+        self._attached: Attached | None = None
+
+    # On and off the object
+
+    def install(self, is_stepper: bool = True) -> None:
+        """Encode what is there. Without `is_stepper` another one calls `admits` and `core`."""
+        optimizer = self.optimizer
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(_as_plain),
+            optimizer.register_load_state_dict_pre_hook(lambda _, found: expanded(found)),
+            optimizer.register_load_state_dict_post_hook(lambda _: self.loaded()),
+        ]
+        if is_stepper:
+            self._attached = Attached(optimizer, self)
+        self.loaded()
+
+    def remove(self) -> None:
+        """Put the object back; its states are torch's own again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._attached is not None:
+            self._attached.remove()
+            self._attached = None
+        state = self.optimizer.state
+        for p, own in list(state.items()):
+            if isinstance(own, CodedState):
+                state[p] = own.plain()
+
+    def loaded(self) -> None:
+        """Encode the states that are in full precision. Raises ValueError if one is not finite."""
+        state = self.optimizer.state
+        for p, own in list(state.items()):
+            if id(p) in self.names and own and not isinstance(own, CodedState) and self._can_be_coded(p):
+                for name, t in own.items():
+                    if _is_like(t, p) and not bool(torch.isfinite(t).all()):
+                        raise ValueError(f"{name} of {self.names[id(p)]} is not finite: it has no 8-bit code")
+                state[p] = self._encoded(p, own)
+
+    def _encoded(self, p: torch.Tensor, own: dict[str, Any]) -> CodedState:
+        made = CodedState(p, list(own))
+        chosen = [name for name, t in own.items() if _is_like(t, p) and name in self.codecs]
+        flat = {name: _flat(own[name], p) for name in chosen}
+        made.update((name, x) for name, x in own.items() if name not in chosen)
+        work = _Work(p.numel(), 1)
+        for name in chosen:
+            made.add(name, self.codecs[name], own[name].dtype)
+        for start, stop in _tiles(p.numel()):
+            for name in chosen:
+                _write(flat[name][start:stop], work, 0, made.coded(name).part(start, stop))
+        return made
+
+    def _can_be_coded(self, p: torch.Tensor) -> bool:
+        return id(p) in self.names and can_be_coded(p) and (p.grad is None or p.grad.layout is torch.strided)
+
+    # The step
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """One optimizer step. Returns the closure's value, None without one."""
+        value = value_of(closure)
+        if self.admits():
+            self.core(self.optimizer)
+        return value
+
+    def admits(self) -> bool:
+        """Whether all gradients are finite: the step may be taken. Raises NonFiniteGradientError if so chosen."""
+        if getattr(self.optimizer, "found_inf", None) is not None:
+            return True  # a GradScaler has looked, and the kernel itself leaves the step out
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and not _is_finite(p.grad, _MOST if id(p) in self.names else torch.inf):
+                    part = self.names.get(id(p), f"a parameter of shape {list(p.shape)}")
+                    if self.nonfinite == "raise":
+                        raise NonFiniteGradientError(part)
+                    self.num_skipped += 1
+                    self.note(f"a step was left out: the gradient of {part} is not finite")
+                    return False
+        return True
+
+    def core(self, optimizer: Optimizer) -> None:
+        """Step what the optimizer shows: parameters with 8-bit states tile by tile, the rest as its class does."""
+        groups = optimizer.param_groups
+        shown = [group["params"] for group in groups]
+        coded = [[p for p in params if p.grad is not None and self._can_be_coded(p)] for params in shown]
+        rest = [[p for p in params if p.grad is None or not self._can_be_coded(p)] for params in shown]
+        parts = _Parts(optimizer, self._core, sum(len(_tiles(p.numel())) for params in coded for p in params))
+        try:
+            parts.step({i: rest[i] for i in range(len(groups)) if rest[i] or not coded[i]})
+            for i, params in enumerate(coded):
+                work = _Work(max((p.numel() for p in params), default=0), max(1, len(self.codecs)))
+                for p in params:
+                    self._step_tiles(p, work, functools.partial(parts.step_tile, i))
+        finally:
+            optimizer.param_groups = groups
+            for group, params in zip(groups, shown, strict=True):
+                group["params"] = params
+
+    def _step_tiles(self, p: torch.Tensor, work: _Work, step: Callable[[torch.Tensor], None]) -> None:
+        """Step `p` tile by tile, each with its part of the gradient and the state."""
+        state = self.optimizer.state
+        if state.get(p) and not isinstance(state[p], CodedState):
+            state[p] = self._encoded(p, state[p])  # somebody put it there
+        assert p.grad is not None
+        own = state.get(p)
+        made = own if isinstance(own, CodedState) else None
+        values, gradient = _flat(p, p), _flat(p.grad, p)
+        new: dict[str, Any] = {}
+        for start, stop in _tiles(p.numel()):
+            tile = values[start:stop]
+            tile.grad = gradient[start:stop]
+            if isinstance(own, CodedState):
+                state[tile] = self._decoded(own, start, stop, work)
+            try:
+                step(tile)
+            finally:
+                new = state.pop(tile, {})
+            if made is None:
+                made = CodedState(p, list(new))
+                for name, t in new.items():
+                    if name in self.codecs and _is_like(t, tile):
+                        made.add(name, self.codecs[name], t.dtype)
+            for i, name in enumerate(made.kinds):
+                _write(new[name], work, i, made.coded(name).part(start, stop))
+        if made is not None:
+            made.update((name, x) for name, x in new.items() if name not in made.kinds)
+            state[p] = made
+
+    def _decoded(self, made: CodedState, start: int, stop: int, work: _Work) -> dict[str, Any]:
+        """The state of one tile: coded parts in the buffers, the others as they were before the first tile."""
+        found: dict[str, Any] = {}
+        for name in made.names:
+            if name in made.kinds:
+                i = list(made.kinds).index(name)
+                buffer = work.buffer(i, stop - start)
+                decode(made.coded(name).part(start, stop), buffer, work.spare(stop - start))
+                found[name] = buffer[: stop - start].to(made.kinds[name][1])
+            else:
+                x = made[name]
+                found[name] = x.clone() if isinstance(x, torch.Tensor) else copy.copy(x)
+        return found
+
+
+def can_be_coded(p: torch.Tensor) -> bool:
+    """Whether the states of `p` can be in 8 bits: it is dense, on the CPU, a float, and not small."""
+    return (
+        type(p) in (torch.Tensor, torch.nn.Parameter)
+        and p.layout is torch.strided
+        and p.device.type == "cpu"
+        and p.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and p.numel() >= LEAST_CODED
+        and torch.ops.aten.is_non_overlapping_and_dense.default(p)
+    )
+
+
+def _is_like(t: Any, p: torch.Tensor) -> bool:
+    return isinstance(t, torch.Tensor) and t.shape == p.shape and t.is_floating_point() and t.dim() > 0
+
+
+def _flat(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """The elements of `t` in the order of the memory of `p`; a copy if it lies otherwise."""
+    t = t.detach()
+    if t.stride() != p.stride():
+        t = torch.empty_strided(p.size(), p.stride(), dtype=t.dtype).copy_(t)
+    return t.as_strided((t.numel(),), (1,), t.storage_offset())
+
+
+def _write(x: torch.Tensor, work: _Work, i: int, into: Coded) -> None:
+    """Encode a tile's state; it is copied to the i-th buffer unless it is there."""
+    buffer = work.buffer(i, x.numel())
+    if x.data_ptr() != buffer.data_ptr():
+        buffer[: x.numel()].copy_(x.view(-1))
+        buffer[x.numel() :].zero_()
+    encode(buffer, into, work.spare(x.numel()))
+
+
+def _is_finite(g: torch.Tensor, most: float) -> bool:
+    if g.layout is not torch.strided:
+        g = g.coalesce().values()
+    if g.numel() == 0:
+        return True
+    low, high = torch.aminmax(g.detach())
+    return bool(low >= -most) and bool(high <= most) and bool(torch.isfinite(low)) and bool(torch.isfinite(high))
+
+
+# Checkpoints
+
+
+def _as_plain(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+    state = {key: own.plain() if isinstance(own, CodedState) else own for key, own in found["state"].items()}
+    return {**found, "state": state}
+
+
+def compact_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()` with 8-bit states as they are: a quarter of the bytes.
+
+    It loads into an optimizer whose states are in 8 bits; for a plain one, `expanded` makes torch's format of it.
+    """
+    found = optimizer.state_dict()
+    index = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    state = {}
+    for key, own in found["state"].items():
+        mine = optimizer.state.get(index[key]) if key in index else None
+        state[key] = mine.compact() if isinstance(mine, CodedState) else own
+    return {**found, "state": state}
+
+
+def expanded(found: dict[str, Any]) -> dict[str, Any]:
+    """A `compact_state_dict` in torch's own format; any other state dict as it is.
+
+    Raises ValueError for codes of a version that is not known.
+    """
+    state = {key: _expanded(own) if isinstance(own, dict) else own for key, own in found["state"].items()}
+    return {**found, "state": state}
+
+
+def _expanded(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: _of_description(x) if _is_description(x) else x for name, x in own.items()}
+
+
+def _is_description(x: Any) -> bool:
+    return isinstance(x, dict) and x.get("format") == FORMAT
+
+
+def _of_description(x: dict[str, Any]) -> torch.Tensor:
+    if x["version"] != VERSION:
+        raise ValueError(f"8-bit states of version {x['version']}: this memopt reads version {VERSION}")
+    like = torch.empty_strided(x["size"], x["stride"], device="meta")
+    made = CodedState(like, ["x"])
+    made.add("x", Codec(x["codec"]), getattr(torch, x["dtype"]))
+    made["x" + _CODES], made["x" + _SCALES] = x["codes"], x["scales"]
+    found = made.plain()["x"]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+# Whether an optimizer can have 8-bit states
+
+
+def codecs_of(optimizer: Optimizer) -> dict[str, Codec]:
+    """The codec of each state that this optimizer keeps for each element, by name; empty if it keeps none.
+
+    Raises UnsupportedError if it does not treat each element on its own. Tried on copies; the optimizer is left alone.
+    """
+    name = type(optimizer).__name__
+    try:
+        with same_dice():
+            whole, pieces = _probe(optimizer, [(0, 960)]), _probe(optimizer, [(0, 512), (512, 960)])
+    except Exception as e:
+        raise UnsupportedError(f"8-bit states of {name}", f"it can't be stepped on a small parameter: {e}") from e
+    for a, b in zip(whole, pieces, strict=True):
+        if a.keys() != b.keys() or not all(torch.allclose(a[k], b[k], rtol=1e-4, atol=1e-7) for k in a):
+            raise UnsupportedError(
+                f"8-bit states of {name}", "a parameter stepped in pieces becomes another: it looks beyond the element"
+            )
+    last = whole[-1]
+    found: dict[str, Codec] = {}
+    for state in last.keys() - {_VALUES}:
+        steps = [kept[state] for kept in whole]
+        if any(bool((t < 0).any()) for t in steps):
+            found[state] = Codec.SIGNED
+        elif all(bool((b >= a).all()) for a, b in itertools.pairwise(steps)):
+            found[state] = Codec.ACCUMULATOR
+        else:
+            found[state] = Codec.NON_NEGATIVE
+    return found
+
+
+_VALUES = ""  # the parameters themselves, beside the names of their states
+
+
+def _probe(optimizer: Optimizer, pieces: Sequence[tuple[int, int]]) -> list[dict[str, torch.Tensor]]:
+    """Values and states of one parameter, put together from its pieces, after each of some steps of a copy."""
+    own = blank_copy(optimizer)
+    roll_dice_again()
+    generator = torch.Generator().manual_seed(0)
+    parts: list[list[torch.Tensor]] = []
+    for group in own.param_groups:
+        whole = torch.randn(24, 40, generator=generator)
+        flat = whole.view(-1)
+        parts.append([whole] if len(pieces) == 1 else [flat[a:b].clone() for a, b in pieces])
+        group["params"] = [t.requires_grad_() for t in parts[-1]]
+    core = core_step(own)
+    found: list[dict[str, torch.Tensor]] = []
+    for scale in (1.0, 1.0, 1e-2, 1.0, 1e-2):
+        for params in parts:
+            gradient = torch.randn(24, 40, generator=generator) * scale
+            for p, (a, b) in zip(params, pieces, strict=True):
+                p.grad = gradient.view(-1)[a:b].view_as(p).clone()
+        core(own)
+        kept: dict[str, list[torch.Tensor]] = {}
+        for params in parts:
+            for p in params:
+                kept.setdefault(_VALUES, []).append(p.detach().reshape(-1).clone())
+                for state, t in own.state[p].items():
+                    if isinstance(t, torch.Tensor) and t.shape == p.shape:
+                        kept.setdefault(state, []).append(t.detach().reshape(-1).float())
+                    elif isinstance(t, torch.Tensor) and t.numel() > 1:
+                        raise ValueError(f"its state {state} has a shape of its own")
+        found.append({state: torch.cat(ts) for state, ts in kept.items()})
+    return found

@@ -9,9 +9,10 @@ from dataclasses import replace
 import psutil
 import torch
 
-from memopt.errors import FakeStepError, UnsupportedError
+from memopt.errors import FakeStepError, InfeasibleBudgetError, UnsupportedError
 from memopt.policies.offload import OffloadSolver
 from memopt.policies.plan import Plan
+from memopt.policies.quantize import quantizable, quantized
 from memopt.policies.solve import Progress, Solver, least_peak_bytes
 from memopt.profiler.hardware import Hardware, hardware_named
 from memopt.profiler.profile import Profile
@@ -25,7 +26,9 @@ logger = logging.getLogger("memopt")
 Budget = int | str | Callable[[Profile], int]
 
 LEVERS = frozenset({"recompute", "offload", "shard", "quantize"})
-AVAILABLE = frozenset({"recompute", "offload"})
+AVAILABLE = frozenset({"recompute", "offload", "quantize"})
+EXACT = AVAILABLE - {"quantize"}  # the default: no plan of these changes a number
+NONFINITE = ("skip", "raise")
 
 # Small scratch that no rule covers (threads' partial sums and the like): room for it is part of every forecast.
 SCRATCH_SHARE = 0.002
@@ -90,6 +93,8 @@ def plan(
     *,
     nvme: str | None = None,
     host_budget: int | str | None = None,
+    keep_fp32: Iterable[str] = (),
+    nonfinite: str = "skip",
     device_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -99,9 +104,12 @@ def plan(
         budget: bytes; a text such as "24GiB" or "24GB"; "80%" of `device_bytes`; "min" for the least that can be
             reached; or a function from the profile to bytes.
         allow: levers that may be used, by default all that keep the numbers exact and can be used here: "recompute",
-            and "offload" if `nvme` is given.
+            and "offload" if `nvme` is given. "quantize" keeps optimizer states in 8 bits, which changes numbers.
         nvme: directory on a disk for model state that is offloaded; made if it is not there.
         host_budget: bytes of host memory for offload. On a CPU the host is the device, and `budget` holds for it.
+        keep_fp32: names or patterns ("embed*") of parameters whose optimizer states stay as they are.
+        nonfinite: with 8-bit states, what a step does that has a gradient which is NaN or infinite: "skip" leaves it
+            out and says so, "raise" raises NonFiniteGradientError. Nothing is changed either way.
         device_bytes: memory of the target device, for a percentage; by default that of the device here, or the
             catalogue's.
         progress: called with a line of text now and then.
@@ -110,19 +118,70 @@ def plan(
     the disk has too little room.
     """
     levers = check_levers(allow, nvme, host_budget)
+    check_nonfinite(nonfinite)
+    if isinstance(keep_fp32, str):
+        keep_fp32 = (keep_fp32,)
     if nvme is not None and profile.device != "cpu":
         raise UnsupportedError(f"offload from {profile.device}", "this version offloads from the CPU's memory only")
     is_min = isinstance(budget, str) and budget.strip().lower() == "min"
-    if nvme is not None and "offload" in levers:
-        offload = OffloadSolver(profile, profile.rates, "recompute" in levers, progress)
-        made = offload.solve(offload.least_bytes() if is_min else budget_in_bytes(profile, budget, device_bytes), nvme)
+    budget_bytes = None if is_min else budget_in_bytes(profile, budget, device_bytes)
+    nvme = nvme if "offload" in levers else None
+    names = quantizable(profile, keep_fp32) if "quantize" in levers else ()
+    made = _better(
+        lambda: _solved(profile, budget_bytes, levers, nvme, progress),
+        (lambda: _quantized(profile, names, nonfinite, budget_bytes, levers, nvme, progress)) if names else None,
+        is_min,
+    )
+    if nvme is not None:
         check_room(nvme, made.forecast.store_bytes)
-        return made
+    return made
+
+
+def _better(exact: Callable[[], Plan], quantized: Callable[[], Plan] | None, is_min: bool) -> Plan:
+    """The faster plan of the two, or the smaller one. Raises the second's InfeasibleBudgetError if neither fits."""
+    if quantized is None:
+        return exact()
+    try:
+        a = exact()
+    except InfeasibleBudgetError:
+        return quantized()
+    if a.is_plain and not is_min:
+        return a  # nothing is faster than the plain step
+    try:
+        b = quantized()
+    except InfeasibleBudgetError:
+        return a
+    key = (lambda p: p.forecast.peak_bytes) if is_min else (lambda p: p.forecast.step_s)
+    return min(a, b, key=key)
+
+
+def _quantized(
+    profile: Profile,
+    names: tuple[str, ...],
+    nonfinite: str,
+    budget_bytes: int | None,
+    levers: frozenset[str],
+    nvme: str | None,
+    progress: Progress | None,
+) -> Plan:
+    """The fastest plan found with the optimizer states of these parameters in 8 bits; seconds are against plain."""
+    made = _solved(quantized(profile, names), budget_bytes, levers, nvme, progress)
+    forecast = replace(made.forecast, plain_peak_bytes=profile.peak_bytes, plain_step_s=profile.step_s)
+    gap = max(0.0, 1 - profile.step_s / forecast.step_s) if forecast.step_s > 0 else 0.0
+    levers_used = (*made.levers, "quantize")
+    return replace(made, forecast=forecast, gap=gap, levers=levers_used, quantized=names, nonfinite=nonfinite)
+
+
+def _solved(
+    profile: Profile, budget_bytes: int | None, levers: frozenset[str], nvme: str | None, progress: Progress | None
+) -> Plan:
+    """The fastest plan found by recomputation and offload; without a budget the smallest."""
+    if nvme is not None:
+        offload = OffloadSolver(profile, profile.rates, "recompute" in levers, progress)
+        return offload.solve(offload.least_bytes() if budget_bytes is None else budget_bytes, nvme)
     solver = Solver(profile, progress)
-    if is_min:
+    if budget_bytes is None:
         budget_bytes = solver.peak_bytes(solver.least().outcome if "recompute" in levers else solver.plain)
-    else:
-        budget_bytes = budget_in_bytes(profile, budget, device_bytes)
     if "recompute" not in levers:
         return solver.solve_without_recompute(budget_bytes)
     return solver.solve(budget_bytes)
@@ -136,6 +195,12 @@ def smallest_budget_bytes(
     if profile.device != "cpu":
         raise UnsupportedError(f"offload from {profile.device}", "this version offloads from the CPU's memory only")
     return OffloadSolver(profile, profile.rates, "recompute" in levers, progress).least_bytes()
+
+
+def check_nonfinite(nonfinite: str) -> None:
+    """Raise ValueError for a treatment of NaN and infinite gradients that does not exist."""
+    if nonfinite not in NONFINITE:
+        raise ValueError(f"nonfinite={nonfinite!r} is not known; known: {', '.join(NONFINITE)}")
 
 
 def budget_in_bytes(profile: Profile, budget: Budget, device_bytes: int | None) -> int:
@@ -173,4 +238,4 @@ def check_levers(allow: Iterable[str] | None, nvme: str | None, host_budget: int
         parse_budget(host_budget, int(psutil.virtual_memory().total))
         if nvme is None:
             raise ValueError("host_budget= is for offload: give nvme= too")
-    return asked if asked is not None else AVAILABLE
+    return asked if asked is not None else EXACT

@@ -101,7 +101,9 @@ def report_command(
     hardware: Annotated[str | None, typer.Option(help='Whose speed to assume: "h100", "rtx4090", "cpu", ...')] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(help='Lever to allow, may be repeated: "recompute", "offload"; "none" for the plain step.'),
+        typer.Option(
+            help='Lever to allow, may be repeated: "recompute", "offload", "quantize"; "none" for the plain step.'
+        ),
     ] = None,
     nvme: Annotated[
         Path | None, typer.Option(help="Directory on a disk for model state and activations that are offloaded.")

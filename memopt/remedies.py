@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 
 import torch
 
-from memopt.api import plan, profile_workload
+from memopt.api import EXACT, plan, profile_workload
 from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.policies.quantize import quantizable, quantized
 from memopt.policies.solve import least_peak_bytes
 from memopt.profiler.hardware import Hardware
+from memopt.quant.optimizer import codecs_of
 from memopt.target import Target
 from memopt.workload import Workload
 
+QUANTIZE = 'optimizer states in 8 bits: allow "quantize" (changes their numbers)'
 IS_SLOW = 1.10  # a slowdown from which on changes are looked for
 
 
@@ -42,6 +46,15 @@ def remedies(
     if target.workload is None:
         return ()
     found = []
+    if target.workload.optimizer is not None and "quantize" not in (means.allow or ()):
+        progress("trying 8-bit optimizer states")
+        with contextlib.suppress(MemoptError):
+            codecs_of(target.workload.optimizer)
+            allow = (frozenset(means.allow) if means.allow is not None else EXACT) | {"quantize"}
+            if means.nvme is None:
+                allow -= {"offload"}
+            own = replace(means, allow=allow)
+            found.append(_remedy(QUANTIZE, target.workload, budget_bytes, own, hardware))
     for change, make in _changes(target, target.workload):
         progress(f"trying {change}")
         try:
@@ -53,7 +66,11 @@ def remedies(
 
 def _remedy(change: str, workload: Workload, budget_bytes: int, means: Means, hardware: Hardware | None) -> Remedy:
     facts = profile_workload(workload, "fake", hardware)
-    smallest_bytes, slowdown = least_peak_bytes(facts), None
+    if "quantize" in (means.allow or ()):
+        smallest_bytes = least_peak_bytes(quantized(facts, quantizable(facts)))
+    else:
+        smallest_bytes = least_peak_bytes(facts)
+    slowdown = None
     try:
         forecast = plan(facts, budget_bytes, means.allow, nvme=means.nvme).forecast
         slowdown, smallest_bytes = forecast.slowdown, min(smallest_bytes, forecast.peak_bytes)

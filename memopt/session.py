@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from memopt.policies.plan import Plan
-from memopt.state import OffloadedState, key_of
+from memopt.quant.optimizer import QuantizedOptimizer
+from memopt.state import OffloadedState, key_of, quantized_optimizer
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Session:
         self.profile: Profile | None = None
         self.plan: Plan | None = None
         self.state: OffloadedState | None = None  # what of the model's state is on a store
+        self.quantized: QuantizedOptimizer | None = None  # the optimizer's states in 8 bits
+        self._key: tuple[object, ...] = ()  # of what state and quantized were made for
         self.notes: list[str] = []
         self._forwards: deque[float] = deque(maxlen=32)
         self._peak_bytes: int | None = None
@@ -61,20 +64,28 @@ class Session:
         if model is not None and not self.is_removed:
             self._remove(model)
         self.is_removed = True
+        self._remove_state()
+
+    def _remove_state(self) -> None:
         state, self.state = self.state, None
-        if state is not None:
-            state.remove()
+        quantized, self.quantized, self._key = self.quantized, None, ()
+        try:
+            if state is not None:
+                state.remove()
+        finally:
+            if quantized is not None:
+                quantized.remove()
 
     def follow(self, plan: Plan | None) -> OffloadedState | None:
         """A training forward begins under `plan` (None: without one): put model state where the plan wants it."""
         model = self._model()
         assert model is not None, "a model that runs is there"
-        if plan is not None and (self.state is None or self.state.key != key_of(plan, self.optimizer)):
-            state, self.state = self.state, None
-            if state is not None:
-                state.remove()
+        if plan is not None and self._key != key_of(plan, self.optimizer):
+            self._remove_state()
+            self._key = key_of(plan, self.optimizer)
+            self.quantized = quantized_optimizer(plan, model, self.optimizer, self.note)
             if plan.away or plan.moves:
-                self.state = OffloadedState(plan, model, self.optimizer, self.note)
+                self.state = OffloadedState(plan, model, self.optimizer, self.quantized, self.note)
         if self.state is not None:
             self.state.begin_step()
         return self.state
@@ -198,6 +209,8 @@ def _decided(plan: Plan) -> str:
             f"{format_bytes(f.store_bytes)} of state on {plan.nvme} ({away} parameters); each step reads "
             f"{format_bytes(f.read_bytes)} and writes {format_bytes(f.written_bytes)}"
         )
+    if plan.quantized:
+        parts.append(f"optimizer states of {len(plan.quantized)} parameters in 8 bits (their numbers change)")
     return "; ".join(parts)
 
 

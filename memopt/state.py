@@ -18,6 +18,7 @@ from memopt.offload.optimizer import BucketedOptimizer
 from memopt.offload.parameters import OffloadedParameters
 from memopt.offload.run_directory import RunDirectory
 from memopt.policies.plan import Plan
+from memopt.quant.optimizer import QuantizedOptimizer, codecs_of
 from memopt.stepping import why_not_in_parts
 
 
@@ -29,12 +30,16 @@ class OffloadedState:
     """
 
     def __init__(
-        self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, note: Callable[[str], None]
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        quantized: QuantizedOptimizer | None,
+        note: Callable[[str], None],
     ) -> None:
         assert plan.nvme is not None, "a plan that offloads says where to"
         if optimizer is not None and (reason := why_not_in_parts(optimizer)) is not None:
             raise UnsupportedError(type(optimizer).__name__, reason)
-        self.key = key_of(plan, optimizer)
         check_room(plan.nvme, plan.forecast.store_bytes)
         named = dict(model.named_parameters())
         away = [(named[a.name], a) for a in plan.away if a.name in named]
@@ -62,6 +67,8 @@ class OffloadedState:
                     self.parameters,
                     self.gradients,
                     note,
+                    quantized.core if quantized is not None else None,
+                    quantized.admits if quantized is not None else None,
                 )
                 self.optimizer.install()
         except BaseException:
@@ -105,7 +112,7 @@ class OffloadedState:
 
 
 def key_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> tuple[object, ...]:
-    """What of a plan an `OffloadedState` is made for: two plans with the same key share one."""
+    """What of a plan model state is placed and coded by: two plans with the same key share one placement."""
     return (
         plan.away,
         bool(plan.moves),
@@ -115,8 +122,27 @@ def key_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> tuple[object,
         plan.bucket_bytes,
         plan.num_buckets,
         plan.nvme,
+        plan.quantized,
         id(optimizer),
     )
+
+
+def quantized_optimizer(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, note: Callable[[str], None]
+) -> QuantizedOptimizer | None:
+    """The optimizer's states in 8 bits, installed, if the plan says so.
+
+    Raises ValueError without an optimizer, UnsupportedError for one that looks beyond the element.
+    """
+    if not plan.quantized:
+        return None
+    if optimizer is None:
+        raise ValueError("the plan keeps optimizer states in 8 bits: give the optimizer, apply(plan, model, optimizer)")
+    chosen = set(plan.quantized)
+    names = {id(p): name for name, p in model.named_parameters() if name in chosen}
+    made = QuantizedOptimizer(optimizer, codecs_of(optimizer), names, plan.nonfinite, note)
+    made.install(is_stepper=not plan.away)
+    return made
 
 
 def check_room(nvme: str, num_bytes: int) -> None:

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from memopt.api import Budget, check_levers, plan, with_peak
+from memopt.api import Budget, check_levers, check_nonfinite, plan, with_peak
 from memopt.apply import attach, attachment_of, detach
 from memopt.errors import InfeasibleBudgetError, StoreError, UnsupportedError
 from memopt.policies.plan import Plan
 from memopt.policies.solve import least_peak_bytes
 from memopt.profiler.profile import Profile
 from memopt.profiler.step import profile_step
+from memopt.quant.optimizer import codecs_of
 from memopt.session import Session
 from memopt.stepping import why_not_in_parts
 from memopt.units import parse_budget
@@ -61,15 +62,20 @@ class LazyPlanner:
         allow: Iterable[str] | None,
         nvme: str | None,
         host_budget: int | str | None,
+        keep_fp32: Iterable[str],
+        nonfinite: str,
     ) -> None:
         self.session, self.budget, self.nvme, self.host_budget = session, budget, nvme, host_budget
+        self.keep_fp32, self.nonfinite = keep_fp32, nonfinite
         self.asked, self.allow = allow, check_levers(allow, nvme, host_budget)
         self.cases: list[_Case] = []
         self.is_planning = False
 
     def for_copy(self, session: Session) -> LazyPlanner:
         """For a deepcopy of the model: the same settings, nothing planned."""
-        return LazyPlanner(session, self.budget, self.asked, self.nvme, self.host_budget)
+        return LazyPlanner(
+            session, self.budget, self.asked, self.nvme, self.host_budget, self.keep_fp32, self.nonfinite
+        )
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         case = _case_of(model, args, kwargs)
@@ -101,13 +107,23 @@ class LazyPlanner:
         return session.plan
 
     def _planned(self, profile: Profile) -> Plan:
-        optimizer = self.session.optimizer
-        if self.nvme is None:
-            return plan(profile, self.budget, self.allow - {"offload"})
-        if optimizer is not None and (reason := why_not_in_parts(optimizer)) is not None:
+        optimizer, allow, nvme = self.session.optimizer, self.allow, self.nvme
+        if nvme is None:
+            allow -= {"offload"}
+        elif optimizer is not None and (reason := why_not_in_parts(optimizer)) is not None:
             self.session.note(f"nothing is offloaded: {type(optimizer).__name__} can't be stepped in buckets: {reason}")
-            return plan(profile, self.budget, self.allow - {"offload"})
-        return plan(profile, self.budget, self.allow, nvme=self.nvme, host_budget=self.host_budget)
+            allow, nvme = allow - {"offload"}, None
+        if "quantize" in allow and optimizer is not None:
+            try:
+                codecs_of(optimizer)
+            except UnsupportedError as e:
+                self.session.note(f"optimizer states stay as they are: {e}")
+                allow -= {"quantize"}
+        host_budget = self.host_budget if nvme is not None else None
+        keep = self.keep_fp32
+        return plan(
+            profile, self.budget, allow, nvme=nvme, host_budget=host_budget, keep_fp32=keep, nonfinite=self.nonfinite
+        )
 
     def _profile(self, model: nn.Module, args: Any, kwargs: Any, case: _Case) -> Profile:
         has_gradients = bool(case.others[-1])
@@ -175,6 +191,8 @@ def wrap_model(
     *,
     nvme: str | None = None,
     host_budget: int | str | None = None,
+    keep_fp32: Iterable[str] = (),
+    nonfinite: str = "skip",
 ) -> M: ...
 @overload
 def wrap_model(
@@ -184,6 +202,8 @@ def wrap_model(
     *,
     nvme: str | None = None,
     host_budget: int | str | None = None,
+    keep_fp32: Iterable[str] = (),
+    nonfinite: str = "skip",
 ) -> Callable[[Callable[..., M]], Callable[..., M]]: ...
 
 
@@ -194,11 +214,13 @@ def wrap_model(
     *,
     nvme: str | None = None,
     host_budget: int | str | None = None,
+    keep_fp32: Iterable[str] = (),
+    nonfinite: str = "skip",
 ) -> Any:
     """Keep a model's training within a budget: `wrap_model(model, budget="6GiB")` returns the same object.
 
     Without a model it is a decorator for a class or a factory: `@wrap_model(budget="6GiB")`. The plan is made at the
-    first training forward, from its inputs, and again for larger ones. `allow`, `budget` and the errors are those of
+    first training forward, from its inputs, and again for larger ones. All arguments and the errors are those of
     `memopt.plan`; InfeasibleBudgetError comes from that first forward.
 
     Raises ValueError for a budget or lever that is not understood, UnsupportedError for a model that carries memopt
@@ -207,19 +229,31 @@ def wrap_model(
     if model is None or (isinstance(model, type) or (not isinstance(model, nn.Module) and callable(model))):
         if model is not None:
             raise ValueError('wrap_model takes a module, or as a decorator a budget: @memopt.wrap_model(budget="6GiB")')
-        budget = _check(budget, allow, nvme, host_budget)
-        wrap = functools.partial(wrap_model, budget=budget, allow=allow, nvme=nvme, host_budget=host_budget)
+        budget = _check(budget, allow, nvme, host_budget, nonfinite)
+        wrap = functools.partial(
+            wrap_model,
+            budget=budget,
+            allow=allow,
+            nvme=nvme,
+            host_budget=host_budget,
+            keep_fp32=keep_fp32,
+            nonfinite=nonfinite,
+        )
         return functools.partial(_decorated, wrap=wrap)
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap_model takes a torch.nn.Module, not {type(model).__name__}")
-    budget = _check(budget, allow, nvme, host_budget)
+    budget = _check(budget, allow, nvme, host_budget, nonfinite)
     session = Session(model, None, detach)
-    attach(model, LazyPlanner(session, budget, allow, nvme, host_budget), session)
+    attach(model, LazyPlanner(session, budget, allow, nvme, host_budget, tuple(keep_fp32), nonfinite), session)
     return model
 
 
 def _check(
-    budget: Budget | None, allow: Iterable[str] | None, nvme: str | None, host_budget: int | str | None
+    budget: Budget | None,
+    allow: Iterable[str] | None,
+    nvme: str | None,
+    host_budget: int | str | None,
+    nonfinite: str,
 ) -> Budget:
     """The budget, if it and the levers can be understood."""
     if budget is None:
@@ -227,6 +261,7 @@ def _check(
     if not callable(budget) and not (isinstance(budget, str) and budget.strip().lower() == "min"):
         parse_budget(budget, 2**40)  # a percentage is of a device that is known only later
     check_levers(allow, nvme, host_budget)
+    check_nonfinite(nonfinite)
     return budget
 
 

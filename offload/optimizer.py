@@ -55,6 +55,7 @@ class BucketedOptimizer:
         parameters, gradients: those that are away too, if any.
         note: takes a line of text about what was not followed.
         core: steps what a bucket shows; by default the optimizer's class does.
+        admits: whether the step may be taken, asked when all gradients are there.
     """
 
     def __init__(
@@ -68,8 +69,9 @@ class BucketedOptimizer:
         gradients: OffloadedGradients | None,
         note: Callable[[str], None],
         core: Core | None = None,
+        admits: Callable[[], bool] | None = None,
     ) -> None:
-        self.core = core
+        self.core, self.admits = core, admits
         self.optimizer, self.away, self.store = optimizer, away, store
         self.bucket_bytes, self.num_buckets = bucket_bytes, num_buckets
         self.parameters, self.gradients, self.note = parameters, gradients, note
@@ -111,6 +113,8 @@ class BucketedOptimizer:
             self.parameters.settle()
         if self.gradients is not None:
             self.gradients.settle()
+        if self.admits is not None and not self.admits():
+            return value
         self._retired.sweep()
         buckets = self._buckets(lambda p: p.grad is not None)
         self._buffer_bytes = max((bucket.num_bytes for bucket in buckets), default=0)

@@ -150,7 +150,7 @@ def placed(state: ModelState, placement: Placement) -> Profile:
         else:
             first = min(first, s.birth)
             storages[i] = replace(s, death=ends.get(i, s.death))
-    temporaries = _most_at_once(profile, step_at)
+    temporaries = most_at_once(profile, step_at)
     for i, s in enumerate(storages):
         if s.birth >= step_at and s.kind is Kind.TEMPORARY:
             storages[i] = replace(s, num_bytes=0)
@@ -187,7 +187,7 @@ def _gradient_ends(state: ModelState) -> dict[int, int]:
     return ends
 
 
-def _most_at_once(profile: Profile, step_at: int) -> int:
+def most_at_once(profile: Profile, step_at: int) -> int:
     """Peak of the temporaries of the plain optimizer step."""
     events: list[tuple[int, int]] = []
     for s in profile.storages:

@@ -9,7 +9,7 @@ from typing import Any
 
 from memopt.profiler.profile import OpKey
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,15 @@ class Plan:
     bucket_bytes: int = 0  # that a bucket of the optimizer's step brings in
     num_buckets: int = 3  # in memory at a time
     nvme: str | None = None  # directory of the store
+    quantized: tuple[str, ...] = ()  # parameters whose optimizer states are in 8 bits
+    nonfinite: str = "skip"  # or "raise": what a gradient does that has no 8-bit state
     input_shapes: tuple[tuple[int, ...], ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Nothing to do: the plain step fits."""
-        return not self.drops and not self.moves and not self.away
+        return not self.drops and not self.moves and not self.away and not self.quantized
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON to `path`."""
@@ -105,6 +107,8 @@ class Plan:
             "bucket_bytes": self.bucket_bytes,
             "num_buckets": self.num_buckets,
             "nvme": self.nvme,
+            "quantized": list(self.quantized),
+            "nonfinite": self.nonfinite,
             "input_shapes": [list(s) for s in self.input_shapes],
             "notes": list(self.notes),
         }
@@ -130,6 +134,8 @@ class Plan:
             bucket_bytes=data["bucket_bytes"],
             num_buckets=data["num_buckets"],
             nvme=data["nvme"],
+            quantized=tuple(data["quantized"]),
+            nonfinite=data["nonfinite"],
             input_shapes=tuple(tuple(s) for s in data["input_shapes"]),
             notes=tuple(data["notes"]),
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from memopt.profiler.hardware import Hardware
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 NEVER = -1  # a moment that does not come
 
 
@@ -127,6 +127,7 @@ class Profile:
     min_bytes: int = 0  # least peak that recompute alone can reach
     scratch_bytes: int = 0  # room for the kernels' own scratch, included in both peaks
     micro_batches: int = 1
+    parameters: tuple[tuple[str, int], ...] = ()  # name and number of elements of each
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -194,6 +195,7 @@ class Profile:
         data = {k: v for k, v in data.items() if k not in ("format", "version")}
         data["rates"] = Hardware(**data["rates"])
         data["notes"] = tuple(data["notes"])
+        data["parameters"] = tuple((name, numel) for name, numel in data["parameters"])
         data["ops"] = tuple(
             Op(OpKey(o[0], o[1], o[2]), Phase(o[3]), o[4], tuple(o[5]), tuple(o[6]), tuple(o[7]), *o[8:])
             for o in data["ops"]

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def profile_step(
             _step(recorder, own_model, own_args, own_kwargs, loss, own_optimizer, keeps_output)
             _name_what_stays(recorder, own_model, own_optimizer)
             notes = () if optimizer is not None else ("no optimizer given: its states are not counted",)
-            return recorder.profile(model=own_model, mode=mode, micro_batches=micro_batches, notes=notes)
+            found = recorder.profile(model=own_model, mode=mode, micro_batches=micro_batches, notes=notes)
+            return replace(found, parameters=tuple((name, p.numel()) for name, p in own_model.named_parameters()))
 
     def run_fake() -> Profile:
         try:

@@ -53,7 +53,7 @@ class Coded:
 
     Attributes:
         codes: int8 or uint8, one for each element in the order of the parameter's memory.
-        scales: float32, one for each block.
+        scales: float32 of shape [blocks, 1].
     """
 
     codec: Codec
@@ -62,7 +62,7 @@ class Coded:
 
     @classmethod
     def empty(cls, codec: Codec, numel: int) -> Coded:
-        return cls(codec, torch.empty(numel, dtype=codec.dtype), torch.empty(num_blocks(numel)))
+        return cls(codec, torch.empty(numel, dtype=codec.dtype), torch.empty(num_blocks(numel), 1))
 
     def part(self, start: int, stop: int) -> Coded:
         """A view of the elements from `start`, a multiple of BLOCK."""
@@ -74,14 +74,12 @@ def decode(coded: Coded, out: torch.Tensor, spare: torch.Tensor) -> None:
 
     `spare` is float32 memory of the same length.
     """
-    numel = coded.codes.numel()
-    out[numel:].zero_()
-    out[:numel].copy_(coded.codes)
+    _fill(out, coded.codes)
     if coded.codec is Codec.SIGNED:
         out.mul_(torch.abs(out, out=spare))
     else:
         out.square_().square_()
-    out.view(-1, BLOCK).mul_(coded.scales[:, None])
+    out.view(-1, BLOCK).mul_(coded.scales)
 
 
 def encode(x: torch.Tensor, into: Coded, spare: torch.Tensor) -> None:
@@ -95,31 +93,45 @@ def encode(x: torch.Tensor, into: Coded, spare: torch.Tensor) -> None:
         _encode_non_negative(x, into, spare)
 
 
+# Calls count here: each costs as much as thousands of elements.
+
+
 def _encode_signed(x: torch.Tensor, into: Coded, spare: torch.Tensor) -> None:
     torch.abs(x, out=spare)
-    blocks = spare.view(-1, BLOCK)
-    torch.amax(blocks, 1, out=into.scales)
-    into.scales.div_(_SIGNED_TOP).clamp_min_(_LEAST_SCALE)
-    blocks.div_(into.scales[:, None])
+    blocks, scales = spare.view(-1, BLOCK), into.scales
+    torch.amax(blocks, 1, True, out=scales)
+    scales.div_(_SIGNED_TOP).clamp_min_(_LEAST_SCALE)
+    blocks.div_(scales)
     spare.sqrt_().add_(_SIGNED_ROUND).copysign_(x)
-    into.codes.copy_(spare[: into.codes.numel()])  # towards zero
+    into.codes.copy_(_first(spare, into.codes))  # towards zero
 
 
 def _encode_non_negative(x: torch.Tensor, into: Coded, spare: torch.Tensor) -> None:
-    blocks = spare.view(-1, BLOCK)
-    torch.amax(x.view(-1, BLOCK), 1, out=into.scales)
-    into.scales.div_(_POSITIVE_TOP).clamp_min_(_LEAST_SCALE)
-    torch.div(x.view(-1, BLOCK), into.scales[:, None], out=blocks)
+    values, blocks, scales = x.view(-1, BLOCK), spare.view(-1, BLOCK), into.scales
+    torch.amax(values, 1, True, out=scales)
+    scales.div_(_POSITIVE_TOP).clamp_min_(_LEAST_SCALE)
+    torch.div(values, scales, out=blocks)
     spare.sqrt_()
     if into.codec is Codec.ACCUMULATOR:
         dice = _dice(x)
         blocks.sub_(3 * dice * (1 - dice)).clamp_min_(0).sqrt_().add_(dice).clamp_min_(1)
     else:
         spare.add_(_POSITIVE_SHIFT).sqrt_().add_(0.5)
-    numel = into.codes.numel()
-    into.codes.copy_(spare[:numel])
-    if bool((torch.amin(x.view(-1, BLOCK), 1) == 0).any()):
-        into.codes.mul_((x[:numel] > 0).view(torch.uint8))
+    into.codes.copy_(_first(spare, into.codes))
+    if float(x.min()) == 0:
+        into.codes.mul_((_first(x, into.codes) > 0).view(torch.uint8))
+
+
+def _first(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    return x if len(x) == len(codes) else x[: len(codes)]
+
+
+def _fill(out: torch.Tensor, values: torch.Tensor) -> None:
+    if len(out) == len(values):
+        out.copy_(values)
+    else:
+        out[: len(values)].copy_(values)
+        out[len(values) :].zero_()
 
 
 def _dice(x: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,14 @@ class CodedState(dict[str, Any]):
         return dict, (self.plain(),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(self.plain(), memo)
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+            return copy.deepcopy(self.plain(), memo)
+        return {  # a profiler's copy has sizes, no values
+            name: torch.empty_strided(self.size, self.stride, dtype=self.kinds[name][1])
+            if name in self.kinds
+            else copy.deepcopy(self[name], memo)
+            for name in self.names
+        }
 
 
 class _Work:

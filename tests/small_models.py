@@ -194,6 +194,34 @@ def measured_peak(model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any
     return base + allocator_peak(lambda: train_step(model, inputs, loss, optimizer))
 
 
+STEP = "measured step"
+
+
+def in_measured_step(step: Callable[[], Any]) -> Any:
+    with torch.autograd.profiler.record_function(STEP):
+        return step()
+
+
+@contextmanager
+def all_allocations() -> Iterator[list[int]]:
+    """Peak of the allocator's own events within the measured step, over all that was allocated inside.
+
+    The profiler knows the size of a block that is freed only if it saw it come, so it must see the whole run.
+    """
+    measured: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        yield measured
+    events = sorted(prof.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    (step,) = [e for e in events if e.name() == STEP]
+    now = peak = 0
+    for event in events:
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            if step.start_ns() <= event.start_ns() <= step.end_ns():
+                peak = max(peak, now)
+    measured.append(peak)
+
+
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
     """Copies of the gradients by name."""
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import VOCABULARY, Reused, TinyGPT, adamw, mlp, square_loss, token_loss
+from small_models import (
+    VOCABULARY,
+    Reused,
+    TinyGPT,
+    adamw,
+    all_allocations,
+    in_measured_step,
+    mlp,
+    square_loss,
+    token_loss,
+)
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import memopt
 from memopt.errors import InfeasibleBudgetError
@@ -59,34 +67,6 @@ def trained(
     for i in range(steps):
         around(step) if i == steps - 1 else step()
     return losses
-
-
-STEP = "measured step"
-
-
-def in_measured_step(step: Callable[[], Any]) -> Any:
-    with torch.autograd.profiler.record_function(STEP):
-        return step()
-
-
-@contextmanager
-def all_allocations() -> Iterator[list[int]]:
-    """Peak of the allocator's own events within the measured step, over all that was allocated inside.
-
-    The profiler knows the size of a block that is freed only if it saw it come, so it must see the whole run.
-    """
-    measured: list[int] = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        yield measured
-    events = sorted(prof.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-    (step,) = [e for e in events if e.name() == STEP]
-    now = peak = 0
-    for event in events:
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            if step.start_ns() <= event.start_ns() <= step.end_ns():
-                peak = max(peak, now)
-    measured.append(peak)
 
 
 def measured_run(

@@ -8,6 +8,7 @@ from memopt.api import plan, profile
 from memopt.apply import apply
 from memopt.policies.plan import Forecast, Plan
 from memopt.profiler.profile import Profile
+from memopt.quant.optimizer import expanded
 from memopt.session import Session
 from memopt.workload import Workload
 from memopt.wrap import session_of, wrap_model, wrap_optimizer
@@ -22,6 +23,7 @@ __all__ = [
     "Workload",
     "apply",
     "errors",
+    "expanded",
     "plan",
     "profile",
     "session_of",

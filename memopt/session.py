@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memopt.policies.plan import Plan
-from memopt.quant.optimizer import QuantizedOptimizer
+from memopt.quant.optimizer import QuantizedOptimizer, compact_state_dict
 from memopt.state import OffloadedState, key_of, quantized_optimizer
 from memopt.units import format_bytes
 
@@ -103,6 +103,18 @@ class Session:
         own = Session(memo.get(id(original), original), None, self._remove)
         own.profile, own.plan = self.profile, self.plan
         return own
+
+    # Checkpoints
+
+    def compact_state_dict(self) -> dict[str, Any]:
+        """`optimizer.state_dict()` with 8-bit states as they are, a quarter of the bytes.
+
+        `optimizer.load_state_dict` takes it where states are in 8 bits too; `memopt.expanded` makes torch's own of it.
+        Raises ValueError without an optimizer.
+        """
+        if self.optimizer is None:
+            raise ValueError("the session has no optimizer: apply(plan, model, optimizer), or wrap_optimizer")
+        return compact_state_dict(self.optimizer)
 
     # Measuring
 

@@ -18,7 +18,7 @@ from memopt.offload.optimizer import BucketedOptimizer
 from memopt.offload.parameters import OffloadedParameters
 from memopt.offload.run_directory import RunDirectory
 from memopt.policies.plan import Plan
-from memopt.quant.optimizer import QuantizedOptimizer, codecs_of
+from memopt.quant.optimizer import QuantizedOptimizer, can_be_coded, codecs_of
 from memopt.stepping import why_not_in_parts
 
 
@@ -141,6 +141,12 @@ def quantized_optimizer(
     chosen = set(plan.quantized)
     names = {id(p): name for name, p in model.named_parameters() if name in chosen}
     made = QuantizedOptimizer(optimizer, codecs_of(optimizer), names, plan.nonfinite, note)
+    kept = [
+        name for name, p in model.named_parameters() if p.requires_grad and not (id(p) in names and can_be_coded(p))
+    ]
+    if kept:
+        shown = ", ".join(kept[:8]) + (f" and {len(kept) - 8} more" if len(kept) > 8 else "")
+        note(f"optimizer states of {len(kept)} parameters stay as they are (small, kept or of another kind): {shown}")
     made.install(is_stepper=not plan.away)
     return made
 

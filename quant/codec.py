@@ -61,8 +61,9 @@ class Coded:
     scales: torch.Tensor
 
     @classmethod
-    def empty(cls, codec: Codec, numel: int) -> Coded:
-        return cls(codec, torch.empty(numel, dtype=codec.dtype), torch.empty(num_blocks(numel), 1))
+    def empty(cls, codec: Codec, numel: int, device: torch.device | str = "cpu") -> Coded:
+        codes = torch.empty(numel, dtype=codec.dtype, device=device)
+        return cls(codec, codes, torch.empty(num_blocks(numel), 1, device=device))
 
     def part(self, start: int, stop: int) -> Coded:
         """A view of the elements from `start`, a multiple of BLOCK."""

@@ -42,12 +42,12 @@ class CodedState(dict[str, Any]):
 
     def __init__(self, like: torch.Tensor, names: Sequence[str]) -> None:
         super().__init__()
-        self.size, self.stride, self.numel = like.size(), like.stride(), like.numel()
+        self.size, self.stride, self.numel, self.device = like.size(), like.stride(), like.numel(), like.device
         self.names = tuple(names)  # in torch's order
         self.kinds: dict[str, tuple[Codec, torch.dtype]] = {}
 
     def add(self, name: str, codec: Codec, dtype: torch.dtype) -> None:
-        coded = Coded.empty(codec, self.numel)
+        coded = Coded.empty(codec, self.numel, self.device)
         self.kinds[name] = codec, dtype
         self[name + _CODES], self[name + _SCALES] = coded.codes, coded.scales
 
@@ -64,7 +64,8 @@ class CodedState(dict[str, Any]):
         return {name: self._decoded(name) if name in self.kinds else self[name] for name in self.names}
 
     def _decoded(self, name: str) -> torch.Tensor:
-        whole, work = torch.empty(self.numel, dtype=self.kinds[name][1]), _Work(self.numel, 1)
+        whole = torch.empty(self.numel, dtype=self.kinds[name][1], device=self.device)
+        work = _Work(self.numel, 1, self.device)
         for start, stop in _tiles(self.numel):
             decode(self.coded(name).part(start, stop), work.buffer(0, stop - start), work.spare(stop - start))
             whole[start:stop].copy_(work.buffer(0, stop - start)[: stop - start])
@@ -104,9 +105,10 @@ class CodedState(dict[str, Any]):
 class _Work:
     """Float32 buffers for one tile."""
 
-    def __init__(self, numel: int, num_states: int) -> None:
+    def __init__(self, numel: int, num_states: int, device: torch.device) -> None:
+        self.device = device
         self._length = BLOCK * num_blocks(min(numel, TILE))
-        self._memory = torch.empty((num_states + 1) * self._length)
+        self._memory = torch.empty((num_states + 1) * self._length, device=device)
 
     def buffer(self, i: int, numel: int) -> torch.Tensor:
         """Memory of whole blocks for `numel` elements of the i-th state."""
@@ -219,7 +221,7 @@ class QuantizedOptimizer:
         chosen = [name for name, t in own.items() if _is_like(t, p) and name in self.codecs]
         flat = {name: _flat(own[name], p) for name in chosen}
         made.update((name, x) for name, x in own.items() if name not in chosen)
-        work = _Work(p.numel(), 1)
+        work = _Work(p.numel(), 1, p.device)
         for name in chosen:
             made.add(name, self.codecs[name], own[name].dtype)
         for start, stop in _tiles(p.numel()):
@@ -264,8 +266,11 @@ class QuantizedOptimizer:
         try:
             parts.step({i: rest[i] for i in range(len(groups)) if rest[i] or not coded[i]})
             for i, params in enumerate(coded):
-                work = _Work(max((p.numel() for p in params), default=0), max(1, len(self.codecs)))
+                work: _Work | None = None
+                largest = max((p.numel() for p in params), default=0)
                 for p in params:
+                    if work is None or work.device != p.device:
+                        work = _Work(largest, max(1, len(self.codecs)), p.device)
                     self._step_tiles(p, work, functools.partial(parts.step_tile, i))
         finally:
             optimizer.param_groups = groups
@@ -318,11 +323,11 @@ class QuantizedOptimizer:
 
 
 def can_be_coded(p: torch.Tensor) -> bool:
-    """Whether the states of `p` can be in 8 bits: it is dense, on the CPU, a float, and not small."""
+    """Whether the states of `p` can be in 8 bits: it is dense, a float, and not small."""
     return (
         type(p) in (torch.Tensor, torch.nn.Parameter)
         and p.layout is torch.strided
-        and p.device.type == "cpu"
+        and p.device.type in ("cpu", "cuda")
         and p.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and p.numel() >= LEAST_CODED
         and torch.ops.aten.is_non_overlapping_and_dense.default(p)
@@ -337,7 +342,7 @@ def _flat(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """The elements of `t` in the order of the memory of `p`; a copy if it lies otherwise."""
     t = t.detach()
     if t.stride() != p.stride():
-        t = torch.empty_strided(p.size(), p.stride(), dtype=t.dtype).copy_(t)
+        t = torch.empty_strided(p.size(), p.stride(), dtype=t.dtype, device=t.device).copy_(t)
     return t.as_strided((t.numel(),), (1,), t.storage_offset())
 
 
@@ -401,9 +406,9 @@ def _is_description(x: Any) -> bool:
 def _of_description(x: dict[str, Any]) -> torch.Tensor:
     if x["version"] != VERSION:
         raise ValueError(f"8-bit states of version {x['version']}: this memopt reads version {VERSION}")
-    like = torch.empty_strided(x["size"], x["stride"], device="meta")
-    made = CodedState(like, ["x"])
-    made.add("x", Codec(x["codec"]), getattr(torch, x["dtype"]))
+    made = CodedState(torch.empty_strided(x["size"], x["stride"], device="meta"), ["x"])
+    made.kinds["x"] = Codec(x["codec"]), getattr(torch, x["dtype"])
+    made.device = x["codes"].device
     made["x" + _CODES], made["x" + _SCALES] = x["codes"], x["scales"]
     found = made.plain()["x"]
     assert isinstance(found, torch.Tensor)

@@ -67,7 +67,7 @@ def test_unknown_lever_is_refused(allow):
     assert not isinstance(caught.value, UnsupportedError)
 
 
-@pytest.mark.parametrize("allow", [{"shard"}, {"recompute", "shard"}, "quantize"])
+@pytest.mark.parametrize("allow", [{"shard"}, {"recompute", "shard"}, {"quantize", "shard"}])
 def test_lever_of_a_later_version_is_refused_by_name(allow):
     with pytest.raises(UnsupportedError, match="can't be applied"):
         memopt.plan(profiled(), "1TiB", allow=allow)

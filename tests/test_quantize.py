@@ -1,5 +1,6 @@
 """8-bit optimizer states as a lever: planned, applied, beside recomputation and a disk, and told in the report."""
 
+import gc
 import json
 from dataclasses import replace
 
@@ -98,28 +99,27 @@ def test_names_and_patterns_keep_their_states():
 @pytest.mark.parametrize("make", [adamw, lambda m: torch.optim.AdamW(m.parameters(), foreach=True)])
 def test_peak_is_forecast(make):
     model = build()
-    budget = int(0.75 * profiled(model, make(model)).peak_bytes)
+    profile = profiled(model, make(model))
+    plan = memopt.plan(profile, int(0.75 * profile.peak_bytes), allow={"recompute", "quantize"})
+    gc.collect()
     with all_allocations() as measured:
         model, batches = build(), [inputs(i) for i in range(4)]
         optimizer = make(model)
-        memopt.wrap_model(model, budget=budget, allow={"recompute", "quantize"})
-        memopt.wrap_optimizer(optimizer, model)
+        memopt.apply(plan, model, optimizer)
 
         def step(ids):
             optimizer.zero_grad()
             loss = loss_of(model(ids))
             loss.backward()
-            del loss
             optimizer.step()
 
         for ids in batches[:-1]:
             step(ids)
         in_measured_step(lambda: step(batches[-1]))
-    session, (peak,) = memopt.session_of(model), measured
-    forecast = session.plan.forecast.peak_bytes
-    assert session.plan.quantized
-    assert peak <= budget
-    assert 0.9 < peak / forecast <= 1.0
+    (peak,) = measured
+    assert plan.quantized
+    assert peak <= plan.budget_bytes
+    assert 0.95 < peak / plan.forecast.peak_bytes <= 1.0
 
 
 def test_quantized_profile_has_the_codec_s_time():
@@ -156,6 +156,7 @@ def test_training_is_the_same_wherever_the_codes_are(allow, tmp_path):
         assert train(other, ours, range(5)) == expected
         assert session.quantized is not None
         assert "8 bits" in session.report()
+        assert "parameters stay as they are" in session.report()
     assert all(type(own) is dict for own in ours.state.values())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert train(model, optimizer, [5])[0] == train(other, ours, [5])[0]
@@ -260,3 +261,17 @@ def test_report_says_what_8_bits_would_buy(tmp_path):
     with_it = report("--budget", budget, "--allow", "quantize", "--allow", "recompute")
     assert "quantize" in with_it["plan"]["levers"]
     assert not [r for r in with_it["remedies"] if "8 bits" in r["change"]]
+
+
+def test_session_gives_a_compact_checkpoint():
+    plan = memopt.plan(profiled(), "min", allow={"quantize"})
+    model = build()
+    optimizer = adamw(model)
+    with memopt.apply(plan, model, optimizer) as session:
+        train(model, optimizer, range(2))
+        compact, full = session.compact_state_dict(), optimizer.state_dict()
+        assert compact["state"][0]["exp_avg"]["codes"].dtype == torch.int8
+        loaded = memopt.expanded(compact)["state"][0]
+        assert all(torch.equal(loaded[k], full["state"][0][k]) for k in loaded)
+    with pytest.raises(ValueError, match="no optimizer"):
+        memopt.apply(memopt.plan(profiled(), "1TiB"), build()).compact_state_dict()

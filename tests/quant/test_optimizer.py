@@ -244,6 +244,30 @@ def test_parameter_without_gradient_is_left_alone():
     assert not same(before[0]["2.weight"], after[0]["2.weight"])
 
 
+def test_odd_shapes_are_coded_or_left_alone():
+    shapes = [(), (1,), (257,), (3, 5, 7), (0, 4), (6, 257), (4096,), (4097,), (64, 65)]
+    results = []
+    for is_ours in (False, True):
+        params = [nn.Parameter(torch.randn(s, generator=torch.Generator().manual_seed(1))) for s in shapes]
+        params.append(nn.Parameter(torch.randn(6, 6), requires_grad=False))
+        optimizer = optim.AdamW(params, lr=1e-2)
+        if is_ours:
+            names = {id(p): str(i) for i, p in enumerate(params)}
+            QuantizedOptimizer(optimizer, codecs_of(optimizer), names, "skip", print).install()
+        for i in range(4):
+            for j, p in enumerate(params[:-1]):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(31 * i + j))
+            optimizer.step()
+        results.append([p.detach().clone() for p in params[:-1]])
+        coded = [isinstance(optimizer.state.get(p), CodedState) for p in params]
+        assert coded == [is_ours and p.numel() >= 4096 for p in params]
+    for a, b in zip(*results, strict=True):
+        if a.numel() < 4096:
+            assert torch.equal(a, b)
+        else:
+            assert (a - b).abs().max() < 0.02
+
+
 # Bad gradients
 
 

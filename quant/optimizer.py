@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 from memopt.errors import NonFiniteGradientError, UnsupportedError
 from memopt.quant.codec import VERSION, Codec, Coded, decode, encode
 from memopt.quant.sizes import BLOCK, LEAST_CODED, TILE, num_blocks
+from memopt.quant.team import Team
 from memopt.stepping import (
     Attached,
     Core,
@@ -118,24 +121,36 @@ class _Work:
         return self._memory[-self._length :][: BLOCK * num_blocks(numel)]
 
 
-def _tiles(numel: int) -> list[tuple[int, int]]:
-    return [(start, min(start + TILE, numel)) for start in range(0, numel, TILE)]
+def _tiles(numel: int, tile: int = 0) -> list[tuple[int, int]]:
+    tile = tile or TILE
+    return [(start, min(start + tile, numel)) for start in range(0, numel, tile)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One tile to step."""
+
+    group: int
+    state: CodedState
+    values: torch.Tensor  # all of the parameter's, flat
+    gradient: torch.Tensor
+    start: int
+    stop: int
+    is_last: bool  # of its parameter
 
 
 class _Parts:
     """Steps of an optimizer that together are one: see stepping.py, [Note: Group counters]."""
 
-    def __init__(self, optimizer: Optimizer, core: Core, num_tiles: int) -> None:
+    def __init__(self, optimizer: Optimizer, core: Core) -> None:
         self.optimizer, self.groups = optimizer, optimizer.param_groups
-        self._core, self._num_left = core, num_tiles
+        self._core = core
         self._before = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
         self._stepped: set[int] = set()
         self._is_first = True
 
-    def step(self, shown: Mapping[int, list[torch.Tensor]]) -> None:
-        """Step these parameters of the groups with these indices, if there is one."""
-        if not shown and self.groups:
-            return
+    def step(self, shown: Mapping[int, list[torch.Tensor]], is_last: bool) -> None:
+        """Step these parameters of the groups with these indices."""
         for i, parameters in shown.items():
             group = self.groups[i]
             if i in self._stepped:
@@ -144,13 +159,31 @@ class _Parts:
             self._stepped.add(i)
             group["params"] = parameters
         self.optimizer.param_groups = [self.groups[i] for i in shown]
-        with hooks_in_part(self.optimizer, self._is_first, self._num_left == 0):
+        with hooks_in_part(self.optimizer, self._is_first, is_last):
             self._core(self.optimizer)
         self._is_first = False
 
-    def step_tile(self, i: int, tile: torch.Tensor) -> None:
-        self._num_left -= 1
-        self.step({i: [tile]})
+    # On several threads
+
+    def own_optimizer(self) -> Optimizer:
+        """A copy of the object, without states and groups, for one thread."""
+        own: Optimizer = object.__new__(type(self.optimizer))
+        own.__dict__.update(self.optimizer.__dict__)
+        own.state = defaultdict(dict)
+        return own
+
+    def step_alone(self, own: Optimizer, i: int, tile: torch.Tensor) -> dict[str, Any]:
+        """Step a tile of the i-th group on a copy of the object. Returns the group's settings afterwards."""
+        group = {k: copy.copy(v) for k, v in self._before[i].items()}
+        own.param_groups = [{"params": [tile], **group}]
+        self._core(own)
+        return {k: v for k, v in own.param_groups[0].items() if k != "params"}
+
+    def settle(self, settings: Mapping[int, dict[str, Any]]) -> None:
+        """Take over what the steps on copies made of the groups' settings."""
+        for i, found in settings.items():
+            self.groups[i].update(found)
+            self._stepped.add(i)
 
 
 class QuantizedOptimizer:
@@ -176,6 +209,7 @@ class QuantizedOptimizer:
         self.optimizer, self.codecs, self.names, self.nonfinite, self.note = optimizer, codecs, names, nonfinite, note
         self.num_skipped = 0
         self._core = core_step(optimizer)
+        self._team = Team()
         self._hooks: list[Any] = []
         self._attached: Attached | None = None
 
@@ -201,6 +235,7 @@ class QuantizedOptimizer:
         if self._attached is not None:
             self._attached.remove()
             self._attached = None
+        self._team.close()
         state = self.optimizer.state
         for p, own in list(state.items()):
             if isinstance(own, CodedState):
@@ -262,20 +297,84 @@ class QuantizedOptimizer:
         shown = [group["params"] for group in groups]
         coded = [[p for p in params if p.grad is not None and self._can_be_coded(p)] for params in shown]
         rest = [[p for p in params if p.grad is None or not self._can_be_coded(p)] for params in shown]
-        parts = _Parts(optimizer, self._core, sum(len(_tiles(p.numel())) for params in coded for p in params))
+        parts = _Parts(optimizer, self._core)
         try:
-            parts.step({i: rest[i] for i in range(len(groups)) if rest[i] or not coded[i]})
+            as_they_are = {i: rest[i] for i in range(len(groups)) if rest[i] or not coded[i]}
+            if as_they_are or not groups:
+                parts.step(as_they_are, is_last=not any(coded))
+            if self._team.num > 1 and type(optimizer).__module__.startswith("torch.optim"):
+                coded = self._step_together(parts, coded)
+            num_left = sum(len(_tiles(p.numel())) for params in coded for p in params)
+
+            def step(i: int, tile: torch.Tensor) -> None:
+                nonlocal num_left
+                num_left -= 1
+                parts.step({i: [tile]}, is_last=num_left == 0)
+
             for i, params in enumerate(coded):
                 work: _Work | None = None
                 largest = max((p.numel() for p in params), default=0)
                 for p in params:
                     if work is None or work.device != p.device:
                         work = _Work(largest, max(1, len(self.codecs)), p.device)
-                    self._step_tiles(p, work, functools.partial(parts.step_tile, i))
+                    self._step_tiles(p, work, functools.partial(step, i))
         finally:
             optimizer.param_groups = groups
             for group, params in zip(groups, shown, strict=True):
                 group["params"] = params
+
+    def _step_together(self, parts: _Parts, coded: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Step those that have 8-bit states already on several threads at once. Returns the others.
+
+        Each thread has a copy of the optimizer object to show a tile to, and runs its kernels alone: threads that meet
+        once in a tile lose less than threads that meet in each of its forty kernels.
+        """
+        state, team = self.optimizer.state, self._team
+        jobs: deque[_Job] = deque()
+        left: list[list[torch.Tensor]] = []
+        for i, params in enumerate(coded):
+            left.append([])
+            for p in params:
+                own = state.get(p)
+                if not isinstance(own, CodedState) or p.device.type != "cpu":
+                    left[-1].append(p)
+                    continue
+                assert p.grad is not None
+                values, gradient = _flat(p, p), _flat(p.grad, p)
+                tiles = _tiles(p.numel(), BLOCK * num_blocks(TILE // team.num))
+                jobs += [_Job(i, own, values, gradient, a, b, b == p.numel()) for a, b in tiles]
+        if not jobs:
+            return left
+        largest = max(job.stop - job.start for job in jobs)
+        ends: list[tuple[CodedState, dict[str, Any]]] = []
+        settings: dict[int, dict[str, Any]] = {}
+
+        def work() -> None:
+            own, buffers = parts.own_optimizer(), _Work(largest, max(1, len(self.codecs)), torch.device("cpu"))
+            while jobs:
+                try:
+                    job = jobs.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                try:
+                    tile = job.values[job.start : job.stop]
+                    tile.grad = job.gradient[job.start : job.stop]
+                    own.state[tile] = self._decoded(job.state, job.start, job.stop, buffers)
+                    settings[job.group] = parts.step_alone(own, job.group, tile)
+                    new = own.state.pop(tile)
+                    for k, name in enumerate(job.state.kinds):
+                        _write(new[name], buffers, k, job.state.coded(name).part(job.start, job.stop))
+                    if job.is_last:
+                        ends.append((job.state, {n: x for n, x in new.items() if n not in job.state.kinds}))
+                except BaseException:
+                    jobs.clear()
+                    raise
+
+        team.run(work)
+        for own, rest in ends:
+            own.update(rest)
+        parts.settle(settings)
+        return left
 
     def _step_tiles(self, p: torch.Tensor, work: _Work, step: Callable[[torch.Tensor], None]) -> None:
         """Step `p` tile by tile, each with its part of the gradient and the state."""

@@ -443,3 +443,49 @@ def test_exception_in_the_middle_of_a_step_leaves_the_groups_whole():
     assert all(id(p) in {id(q) for q in params} for p in optimizer.state)
     optimizer.fails = False
     train(model, optimizer, range(3, 5))
+
+
+@pytest.mark.parametrize("name", ["AdamW loop", "AdamW foreach", "AdamW fused", "Adagrad", "NAdam", "SGD"])
+def test_threads_change_no_bit(name, monkeypatch):
+    monkeypatch.setattr(memopt.quant.optimizer, "TILE", 8 * BLOCK)
+    results, num_threads = [], torch.get_num_threads()
+    try:
+        for num in (1, 2, 3):
+            torch.set_num_threads(num)
+            model, ours, made = pair(OPTIMIZERS[name])
+            for i in range(4):
+                for j, p in enumerate(model.parameters()):
+                    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * i + j))
+                ours.step()
+            assert (made._team._pool is not None) == (num > 1)
+            assert torch.get_num_threads() == num
+            results.append(everything(model, ours))
+            made.remove()
+    finally:
+        torch.set_num_threads(num_threads)
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
+def test_error_in_a_thread_reaches_the_caller():
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model, ours, made = pair(OPTIMIZERS["AdamW fused"])
+        train(model, ours, range(2))
+        own, groups = made._core, ours.param_groups
+
+        def fails(optimizer):
+            own(optimizer)
+            if optimizer is not ours:
+                raise ArithmeticError
+
+        made._core = fails
+        with pytest.raises(ArithmeticError):
+            train(model, ours, [2])
+        assert ours.param_groups is groups
+        made._core = own
+        train(model, ours, range(3, 5))
+        made.remove()
+    finally:
+        torch.set_num_threads(num_threads)

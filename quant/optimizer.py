@@ -331,6 +331,8 @@ class QuantizedOptimizer:
         """
         state, team = self.optimizer.state, self._team
         jobs: deque[_Job] = deque()
+        most = max((p.numel() for params in coded for p in params), default=0)
+        length = BLOCK * num_blocks(-(-min(most, TILE) // team.num))  # all buffers together are as one thread's
         left: list[list[torch.Tensor]] = []
         for i, params in enumerate(coded):
             left.append([])
@@ -341,16 +343,17 @@ class QuantizedOptimizer:
                     continue
                 assert p.grad is not None
                 values, gradient = _flat(p, p), _flat(p.grad, p)
-                tiles = _tiles(p.numel(), BLOCK * num_blocks(TILE // team.num))
+                tiles = _tiles(p.numel(), length)
                 jobs += [_Job(i, own, values, gradient, a, b, b == p.numel()) for a, b in tiles]
         if not jobs:
             return left
-        largest = max(job.stop - job.start for job in jobs)
+        works = [_Work(length, max(1, len(self.codecs)), torch.device("cpu")) for _ in range(team.num)]
+        free = list(works)
         ends: list[tuple[CodedState, dict[str, Any]]] = []
         settings: dict[int, dict[str, Any]] = {}
 
         def work() -> None:
-            own, buffers = parts.own_optimizer(), _Work(largest, max(1, len(self.codecs)), torch.device("cpu"))
+            own, buffers = parts.own_optimizer(), free.pop()
             while jobs:
                 try:
                     job = jobs.popleft()

@@ -424,7 +424,7 @@ def test_files_that_are_not_json_or_not_ours_exit_2(tmp_path):
         assert says in error_line(done)
 
 
-@pytest.mark.parametrize("lever", ["shard", "quantize"])
+@pytest.mark.parametrize("lever", ["shard"])
 def test_lever_that_this_version_lacks_exits_4(factories, lever):
     done = run("report", f"{factories}:workload", "--budget", "1GiB", "--allow", lever)
     assert done.exit_code == 4

@@ -96,8 +96,16 @@ def test_names_and_patterns_keep_their_states():
     assert len(plan.quantized) == len(quantizable(profile)) - 1
 
 
+@pytest.fixture(params=[1, 2])
+def num_threads(request):
+    before = torch.get_num_threads()
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("make", [adamw, lambda m: torch.optim.AdamW(m.parameters(), foreach=True)])
-def test_peak_is_forecast(make):
+def test_peak_is_forecast(make, num_threads):
+    torch.set_num_threads(num_threads)
     model = build()
     profile = profiled(model, make(model))
     plan = memopt.plan(profile, int(0.75 * profile.peak_bytes), allow={"recompute", "quantize"})
@@ -119,7 +127,7 @@ def test_peak_is_forecast(make):
     (peak,) = measured
     assert plan.quantized
     assert peak <= plan.budget_bytes
-    assert 0.95 < peak / plan.forecast.peak_bytes <= 1.0
+    assert 0.95 < peak / plan.forecast.peak_bytes <= 1.0  # the profiler sees no other thread's allocations
 
 
 def test_quantized_profile_has_the_codec_s_time():

@@ -127,7 +127,9 @@ def test_peak_is_forecast(make, num_threads):
     (peak,) = measured
     assert plan.quantized
     assert peak <= plan.budget_bytes
-    assert 0.95 < peak / plan.forecast.peak_bytes <= 1.0  # the profiler sees no other thread's allocations
+    assert peak <= plan.forecast.peak_bytes
+    if num_threads == 1:  # the profiler does not see what other threads allocate and free
+        assert peak > 0.95 * plan.forecast.peak_bytes
 
 
 def test_quantized_profile_has_the_codec_s_time():

@@ -2,7 +2,11 @@
 
 import gc
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,19 +100,30 @@ def test_names_and_patterns_keep_their_states():
     assert len(plan.quantized) == len(quantizable(profile)) - 1
 
 
-@pytest.fixture(params=[1, 2])
-def num_threads(request):
-    before = torch.get_num_threads()
-    yield request.param
-    torch.set_num_threads(before)
+MAKERS = {"fused": adamw, "foreach": lambda model: torch.optim.AdamW(model.parameters(), foreach=True)}
 
 
-@pytest.mark.parametrize("make", [adamw, lambda m: torch.optim.AdamW(m.parameters(), foreach=True)])
-def test_peak_is_forecast(make, num_threads):
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("name", MAKERS)
+def test_peak_is_forecast(name, num_threads):
+    """In a process of its own: the profiler mistakes blocks that it knows from another session."""
+    command = [sys.executable, __file__, name, str(num_threads)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["peak_bytes"] <= found["forecast_bytes"] <= found["budget_bytes"]
+    if num_threads == 1:  # the profiler does not see what other threads allocate and free
+        assert found["peak_bytes"] > 0.95 * found["forecast_bytes"]
+
+
+def measured_step(name, num_threads):
+    """Budget, forecast and measured peak of the fourth step."""
     torch.set_num_threads(num_threads)
-    model = build()
+    make, model = MAKERS[name], build()
     profile = profiled(model, make(model))
     plan = memopt.plan(profile, int(0.75 * profile.peak_bytes), allow={"recompute", "quantize"})
+    assert plan.quantized
     gc.collect()
     with all_allocations() as measured:
         model, batches = build(), [inputs(i) for i in range(4)]
@@ -124,12 +139,8 @@ def test_peak_is_forecast(make, num_threads):
         for ids in batches[:-1]:
             step(ids)
         in_measured_step(lambda: step(batches[-1]))
-    (peak,) = measured
-    assert plan.quantized
-    assert peak <= plan.budget_bytes
-    assert peak <= plan.forecast.peak_bytes
-    if num_threads == 1:  # the profiler does not see what other threads allocate and free
-        assert peak > 0.95 * plan.forecast.peak_bytes
+    numbers = {"budget_bytes": plan.budget_bytes, "forecast_bytes": plan.forecast.peak_bytes}
+    return {**numbers, "peak_bytes": measured[0]}
 
 
 def test_quantized_profile_has_the_codec_s_time():
@@ -285,3 +296,7 @@ def test_session_gives_a_compact_checkpoint():
         assert all(torch.equal(loaded[k], full["state"][0][k]) for k in loaded)
     with pytest.raises(ValueError, match="no optimizer"):
         memopt.apply(memopt.plan(profiled(), "1TiB"), build()).compact_state_dict()
+
+
+if __name__ == "__main__":
+    print(json.dumps(measured_step(sys.argv[1], int(sys.argv[2]))))

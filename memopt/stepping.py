@@ -12,7 +12,7 @@ import copy
 import random
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -99,6 +99,11 @@ def core_step(optimizer: Optimizer) -> Core:
     return step
 
 
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether the class is one of torch: its step writes through no `.data`, and keeps nothing on the object."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
 class Groups:
     """An optimizer's param_groups, stepped in parts. What a step changes in a group's settings is changed once.
 
@@ -111,28 +116,38 @@ class Groups:
         self.optimizer, self.groups = optimizer, optimizer.param_groups
         self.all = [group["params"] for group in self.groups]
         self.before = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
-        self.shown: set[int] = set()
+        self._shown: set[int] = set()
+        self._is_first = True
         self._core = core if core is not None else core_step(optimizer)
 
-    def step(self, parameters: Sequence[torch.Tensor], is_first: bool, is_last: bool) -> None:
-        """Step these, as one of several parts."""
-        self._show({id(p) for p in parameters}, is_first)
-        with hooks_in_part(self.optimizer, is_first, is_last):
-            self._core(self.optimizer)
+    def step(self, parameters: Sequence[torch.Tensor], is_last: bool) -> None:
+        """Step these of the groups' parameters, as one of several parts."""
+        stepped, is_first = {id(p) for p in parameters}, self._is_first
+        shown = {
+            i: [p for p in params if id(p) in stepped or (is_first and p.grad is None)]
+            for i, params in enumerate(self.all)
+        }
+        self.step_shown({i: params for i, params in shown.items() if params or (is_first and not self.all[i])}, is_last)
 
-    def _show(self, stepped: set[int], is_first: bool) -> None:
-        visible = []
-        for i, group in enumerate(self.groups):
-            params = [p for p in self.all[i] if id(p) in stepped or (is_first and p.grad is None)]
-            if not params and not (is_first and not self.all[i]):
-                continue
-            if i in self.shown:
+    def step_shown(self, shown: Mapping[int, list[torch.Tensor]], is_last: bool) -> None:
+        """Step these, which stand for parameters of the groups with these indices, as one of several parts."""
+        for i, params in shown.items():
+            group = self.groups[i]
+            if i in self._shown:
                 group.clear()
                 group.update(self.before[i])
-            self.shown.add(i)
+            self._shown.add(i)
             group["params"] = params
-            visible.append(group)
-        self.optimizer.param_groups = visible
+        self.optimizer.param_groups = [self.groups[i] for i in shown]
+        with _hooks_in_part(self.optimizer, self._is_first, is_last):
+            self._core(self.optimizer)
+        self._is_first = False
+
+    def settle(self, settings: Mapping[int, dict[str, Any]]) -> None:
+        """Take over the settings that a step elsewhere, on a copy of the optimizer, has left."""
+        for i, found in settings.items():
+            self.groups[i].update(found)
+            self._shown.add(i)
 
     def restore(self) -> None:
         self.optimizer.param_groups = self.groups
@@ -141,7 +156,7 @@ class Groups:
 
 
 @contextlib.contextmanager
-def hooks_in_part(optimizer: Optimizer, is_first: bool, is_last: bool) -> Iterator[None]:
+def _hooks_in_part(optimizer: Optimizer, is_first: bool, is_last: bool) -> Iterator[None]:
     """A step that calls the step of its base runs torch's hooks in there as well: once, not in each part."""
     hidden = {"_optimizer_step_pre_hooks": not is_first, "_optimizer_step_post_hooks": not is_last}
     before = {name: optimizer.__dict__.get(name) for name, is_hidden in hidden.items() if is_hidden}
@@ -212,8 +227,8 @@ def _probe(optimizer: Optimizer, in_parts: bool) -> list[torch.Tensor]:
         groups = Groups(own)
         parts = [[p] for p in parameters] if in_parts else [parameters]
         try:
-            for i, part in enumerate(parts):
-                groups.step(part, is_first=i == 0, is_last=i + 1 == len(parts))
+            for part in parts:
+                groups.step(part, is_last=part is parts[-1])
         finally:
             groups.restore()
     states = [t for p in parameters for t in own.state[p].values() if isinstance(t, torch.Tensor)]

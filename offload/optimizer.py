@@ -27,7 +27,7 @@ from memopt.offload.residency import (
 )
 from memopt.offload.sizes import buckets_of, stored_bytes
 from memopt.offload.store import Store, Transfer, aligned_empty
-from memopt.stepping import Attached, Core, Groups, value_of
+from memopt.stepping import Attached, Core, Groups, is_torchs_own, value_of
 
 
 @dataclass(slots=True, eq=False)
@@ -127,13 +127,13 @@ class BucketedOptimizer:
             self._buffer_bytes = 0
         try:
             if not buckets:
-                groups.step([], is_first=True, is_last=True)
+                groups.step([], is_last=True)
             for i, bucket in enumerate(buckets):
                 while coming < min(i + 1 + num_ahead, len(buckets)):
                     self._begin_reload(buckets[coming])
                     coming += 1
                 self._end_reload(bucket)
-                groups.step(bucket.parameters, is_first=i == 0, is_last=i + 1 == len(buckets))
+                groups.step(bucket.parameters, is_last=i + 1 == len(buckets))
                 leaving.append(bucket)
                 self._begin_offload(bucket)
                 self._adopt(bucket)
@@ -224,8 +224,8 @@ class BucketedOptimizer:
             start += item.num_bytes
         for item in bucket.items:
             item.count_holders()
-            if id(item) in bucket.gradients and not self._is_torchs_own:
-                item.seal()
+            if id(item) in bucket.gradients and not is_torchs_own(self.optimizer):
+                item.seal()  # else the version counter tells all
 
     def _begin_offload(self, bucket: _Bucket) -> None:
         if bucket.buffer is None:
@@ -236,14 +236,9 @@ class BucketedOptimizer:
 
     def _changes_gradient(self, item: Offloaded) -> bool:
         """Fused kernels move the version of a gradient that they only read: they write it when they unscale it."""
-        if self._is_torchs_own and any(group.get("fused") for group in self.optimizer.param_groups):
+        if is_torchs_own(self.optimizer) and any(group.get("fused") for group in self.optimizer.param_groups):
             return getattr(self.optimizer, "grad_scale", None) is not None
         return item.is_dirty
-
-    @property
-    def _is_torchs_own(self) -> bool:
-        """Torch's own optimizers write through no `.data`: the version counter tells all."""
-        return type(self.optimizer).__module__.startswith("torch.optim")
 
     def _end_offload(self, bucket: _Bucket) -> None:
         if bucket.buffer is None:

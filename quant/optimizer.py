@@ -23,10 +23,10 @@ from memopt.quant.sizes import BLOCK, LEAST_CODED, TILE, num_blocks
 from memopt.quant.team import Team
 from memopt.stepping import (
     Attached,
-    Core,
+    Groups,
     blank_copy,
     core_step,
-    hooks_in_part,
+    is_torchs_own,
     roll_dice_again,
     same_dice,
     value_of,
@@ -67,12 +67,7 @@ class CodedState(dict[str, Any]):
         return {name: self._decoded(name) if name in self.kinds else self[name] for name in self.names}
 
     def _decoded(self, name: str) -> torch.Tensor:
-        whole = torch.empty(self.numel, dtype=self.kinds[name][1], device=self.device)
-        work = _Work(self.numel, 1, self.device)
-        for start, stop in _tiles(self.numel):
-            decode(self.coded(name).part(start, stop), work.buffer(0, stop - start), work.spare(stop - start))
-            whole[start:stop].copy_(work.buffer(0, stop - start)[: stop - start])
-        return whole.as_strided(self.size, self.stride)
+        return _whole(self.coded(name), self.kinds[name][1]).as_strided(self.size, self.stride)
 
     def compact(self) -> dict[str, Any]:
         """As `plain`, with the codes themselves."""
@@ -121,69 +116,35 @@ class _Work:
         return self._memory[-self._length :][: BLOCK * num_blocks(numel)]
 
 
-def _tiles(numel: int, tile: int = 0) -> list[tuple[int, int]]:
-    tile = tile or TILE
-    return [(start, min(start + tile, numel)) for start in range(0, numel, tile)]
+def _tiles(numel: int, length: int) -> list[tuple[int, int]]:
+    return [(start, min(start + length, numel)) for start in range(0, numel, length)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """One tile to step."""
+class _Tile:
+    """A flat part of a parameter, with its part of the gradient, to be stepped as if it were a parameter."""
 
-    group: int
-    state: CodedState
-    values: torch.Tensor  # all of the parameter's, flat
-    gradient: torch.Tensor
+    values: torch.Tensor
     start: int
     stop: int
-    is_last: bool  # of its parameter
 
 
-class _Parts:
-    """Steps of an optimizer that together are one: see stepping.py, [Note: Group counters]."""
+def _tiles_of(p: torch.Tensor, length: int) -> list[_Tile]:
+    assert p.grad is not None
+    values, gradient = _flat(p, p), _flat(p.grad, p)
+    found = []
+    for start, stop in _tiles(p.numel(), length):
+        found.append(_Tile(values[start:stop], start, stop))
+        found[-1].values.grad = gradient[start:stop]
+    return found
 
-    def __init__(self, optimizer: Optimizer, core: Core) -> None:
-        self.optimizer, self.groups = optimizer, optimizer.param_groups
-        self._core = core
-        self._before = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
-        self._stepped: set[int] = set()
-        self._is_first = True
 
-    def step(self, shown: Mapping[int, list[torch.Tensor]], is_last: bool) -> None:
-        """Step these parameters of the groups with these indices."""
-        for i, parameters in shown.items():
-            group = self.groups[i]
-            if i in self._stepped:
-                group.clear()
-                group.update(self._before[i])
-            self._stepped.add(i)
-            group["params"] = parameters
-        self.optimizer.param_groups = [self.groups[i] for i in shown]
-        with hooks_in_part(self.optimizer, self._is_first, is_last):
-            self._core(self.optimizer)
-        self._is_first = False
-
-    # On several threads
-
-    def own_optimizer(self) -> Optimizer:
-        """A copy of the object, without states and groups, for one thread."""
-        own: Optimizer = object.__new__(type(self.optimizer))
-        own.__dict__.update(self.optimizer.__dict__)
-        own.state = defaultdict(dict)
-        return own
-
-    def step_alone(self, own: Optimizer, i: int, tile: torch.Tensor) -> dict[str, Any]:
-        """Step a tile of the i-th group on a copy of the object. Returns the group's settings afterwards."""
-        group = {k: copy.copy(v) for k, v in self._before[i].items()}
-        own.param_groups = [{"params": [tile], **group}]
-        self._core(own)
-        return {k: v for k, v in own.param_groups[0].items() if k != "params"}
-
-    def settle(self, settings: Mapping[int, dict[str, Any]]) -> None:
-        """Take over what the steps on copies made of the groups' settings."""
-        for i, found in settings.items():
-            self.groups[i].update(found)
-            self._stepped.add(i)
+def _without_states(optimizer: Optimizer) -> Optimizer:
+    """A copy of the object for one thread, to be shown tiles."""
+    own: Optimizer = object.__new__(type(optimizer))
+    own.__dict__.update(optimizer.__dict__)
+    own.state = defaultdict(dict)
+    return own
 
 
 class QuantizedOptimizer:
@@ -259,7 +220,7 @@ class QuantizedOptimizer:
         work = _Work(p.numel(), 1, p.device)
         for name in chosen:
             made.add(name, self.codecs[name], own[name].dtype)
-        for start, stop in _tiles(p.numel()):
+        for start, stop in _tiles(p.numel(), TILE):
             for name in chosen:
                 _write(flat[name][start:stop], work, 0, made.coded(name).part(start, stop))
         return made
@@ -297,127 +258,138 @@ class QuantizedOptimizer:
         shown = [group["params"] for group in groups]
         coded = [[p for p in params if p.grad is not None and self._can_be_coded(p)] for params in shown]
         rest = [[p for p in params if p.grad is None or not self._can_be_coded(p)] for params in shown]
-        parts = _Parts(optimizer, self._core)
+        parts = Groups(optimizer, self._core)
         try:
             as_they_are = {i: rest[i] for i in range(len(groups)) if rest[i] or not coded[i]}
             if as_they_are or not groups:
-                parts.step(as_they_are, is_last=not any(coded))
-            if self._team.num > 1 and type(optimizer).__module__.startswith("torch.optim"):
+                parts.step_shown(as_they_are, is_last=not any(coded))
+            if self._team.num > 1 and is_torchs_own(optimizer):
                 coded = self._step_together(parts, coded)
-            num_left = sum(len(_tiles(p.numel())) for params in coded for p in params)
+            num_left = sum(len(_tiles(p.numel(), TILE)) for params in coded for p in params)
 
             def step(i: int, tile: torch.Tensor) -> None:
                 nonlocal num_left
                 num_left -= 1
-                parts.step({i: [tile]}, is_last=num_left == 0)
+                parts.step_shown({i: [tile]}, is_last=num_left == 0)
 
             for i, params in enumerate(coded):
                 work: _Work | None = None
                 largest = max((p.numel() for p in params), default=0)
                 for p in params:
                     if work is None or work.device != p.device:
-                        work = _Work(largest, max(1, len(self.codecs)), p.device)
+                        work = _Work(largest, self._num_states, p.device)
                     self._step_tiles(p, work, functools.partial(step, i))
         finally:
-            optimizer.param_groups = groups
-            for group, params in zip(groups, shown, strict=True):
-                group["params"] = params
+            parts.restore()
 
-    def _step_together(self, parts: _Parts, coded: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """Step those that have 8-bit states already on several threads at once. Returns the others.
-
-        Each thread has a copy of the optimizer object to show a tile to, and runs its kernels alone: threads that meet
-        once in a tile lose less than threads that meet in each of its forty kernels.
-        """
-        state, team = self.optimizer.state, self._team
-        jobs: deque[_Job] = deque()
-        most = max((p.numel() for params in coded for p in params), default=0)
-        length = BLOCK * num_blocks(-(-min(most, TILE) // team.num))  # all buffers together are as one thread's
-        left: list[list[torch.Tensor]] = []
-        for i, params in enumerate(coded):
-            left.append([])
-            for p in params:
-                own = state.get(p)
-                if not isinstance(own, CodedState) or p.device.type != "cpu":
-                    left[-1].append(p)
-                    continue
-                assert p.grad is not None
-                values, gradient = _flat(p, p), _flat(p.grad, p)
-                tiles = _tiles(p.numel(), length)
-                jobs += [_Job(i, own, values, gradient, a, b, b == p.numel()) for a, b in tiles]
-        if not jobs:
-            return left
-        works = [_Work(length, max(1, len(self.codecs)), torch.device("cpu")) for _ in range(team.num)]
-        free = list(works)
-        ends: list[tuple[CodedState, dict[str, Any]]] = []
-        settings: dict[int, dict[str, Any]] = {}
-
-        def work() -> None:
-            own, buffers = parts.own_optimizer(), free.pop()
-            while jobs:
-                try:
-                    job = jobs.popleft()
-                except IndexError:  # another thread was faster
-                    return
-                try:
-                    tile = job.values[job.start : job.stop]
-                    tile.grad = job.gradient[job.start : job.stop]
-                    own.state[tile] = self._decoded(job.state, job.start, job.stop, buffers)
-                    settings[job.group] = parts.step_alone(own, job.group, tile)
-                    new = own.state.pop(tile)
-                    for k, name in enumerate(job.state.kinds):
-                        _write(new[name], buffers, k, job.state.coded(name).part(job.start, job.stop))
-                    if job.is_last:
-                        ends.append((job.state, {n: x for n, x in new.items() if n not in job.state.kinds}))
-                except BaseException:
-                    jobs.clear()
-                    raise
-
-        team.run(work)
-        for own, rest in ends:
-            own.update(rest)
-        parts.settle(settings)
-        return left
+    @property
+    def _num_states(self) -> int:
+        return max(1, len(self.codecs))
 
     def _step_tiles(self, p: torch.Tensor, work: _Work, step: Callable[[torch.Tensor], None]) -> None:
         """Step `p` tile by tile, each with its part of the gradient and the state."""
         state = self.optimizer.state
         if state.get(p) and not isinstance(state[p], CodedState):
             state[p] = self._encoded(p, state[p])  # somebody put it there
-        assert p.grad is not None
         own = state.get(p)
         made = own if isinstance(own, CodedState) else None
-        values, gradient = _flat(p, p), _flat(p.grad, p)
-        new: dict[str, Any] = {}
-        for start, stop in _tiles(p.numel()):
-            tile = values[start:stop]
-            tile.grad = gradient[start:stop]
-            if isinstance(own, CodedState):
-                state[tile] = self._decoded(own, start, stop, work)
-            try:
-                step(tile)
-            finally:
-                new = state.pop(tile, {})
+        is_new = made is None
+        rest: dict[str, Any] = {}
+        for tile in _tiles_of(p, TILE):
+            new = self._stepped(tile, None if is_new else made, state, work, step)
             if made is None:
                 made = CodedState(p, list(new))
                 for name, t in new.items():
-                    if name in self.codecs and _is_like(t, tile):
+                    if name in self.codecs and _is_like(t, tile.values):
                         made.add(name, self.codecs[name], t.dtype)
-            for i, name in enumerate(made.kinds):
-                _write(new[name], work, i, made.coded(name).part(start, stop))
+            rest = self._coded(tile, made, new, work)
         if made is not None:
-            made.update((name, x) for name, x in new.items() if name not in made.kinds)
+            made.update(rest)
             state[p] = made
 
-    def _decoded(self, made: CodedState, start: int, stop: int, work: _Work) -> dict[str, Any]:
+    def _step_together(self, parts: Groups, coded: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Step those that have 8-bit states already on several threads at once. Returns the others.
+
+        Each thread has a copy of the optimizer object to show a tile to, and runs its kernels alone: threads that meet
+        once in a tile lose less than threads that meet in each of its forty kernels.
+        """
+        state, team = self.optimizer.state, self._team
+        most = max((p.numel() for params in coded for p in params), default=0)
+        length = BLOCK * num_blocks(-(-min(most, TILE) // team.num))  # all buffers together are as one thread's
+        jobs: deque[tuple[int, CodedState, _Tile]] = deque()
+        left: list[list[torch.Tensor]] = []
+        for i, params in enumerate(coded):
+            left.append([])
+            for p in params:
+                own = state.get(p)
+                if isinstance(own, CodedState) and p.device.type == "cpu":
+                    jobs += [(i, own, tile) for tile in _tiles_of(p, length)]
+                else:
+                    left[-1].append(p)
+        if not jobs:
+            return left
+        works = [_Work(length, self._num_states, torch.device("cpu")) for _ in range(team.num)]  # also freed here
+        free = list(works)
+        rests: dict[int, tuple[CodedState, dict[str, Any]]] = {}  # by identity of the state
+        settings: dict[int, dict[str, Any]] = {}
+
+        def work() -> None:
+            own, buffers = _without_states(self.optimizer), free.pop()
+
+            def step(i: int, tile: torch.Tensor) -> None:
+                own.param_groups = [{"params": [tile], **{k: copy.copy(v) for k, v in parts.before[i].items()}}]
+                self._core(own)
+                settings[i] = {k: v for k, v in own.param_groups[0].items() if k != "params"}
+
+            while jobs:
+                try:
+                    i, made, tile = jobs.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                try:
+                    new = self._stepped(tile, made, own.state, buffers, functools.partial(step, i))
+                    rests[id(made)] = made, self._coded(tile, made, new, buffers)
+                except BaseException:
+                    jobs.clear()
+                    raise
+
+        team.run(work)
+        for made, rest in rests.values():  # the same after each tile
+            made.update(rest)
+        parts.settle(settings)
+        return left
+
+    def _stepped(
+        self,
+        tile: _Tile,
+        made: CodedState | None,
+        state: dict[torch.Tensor, Any],
+        work: _Work,
+        step: Callable[[torch.Tensor], None],
+    ) -> dict[str, Any]:
+        """Step one tile with its part of the state, None for a new one. Returns the state that the step left."""
+        if made is not None:
+            state[tile.values] = self._decoded(made, tile, work)
+        try:
+            step(tile.values)
+        finally:
+            new: dict[str, Any] = state.pop(tile.values, {})
+        return new
+
+    def _coded(self, tile: _Tile, made: CodedState, new: dict[str, Any], work: _Work) -> dict[str, Any]:
+        """Encode the tile's part of the state. Returns what is not coded of it."""
+        for i, name in enumerate(made.kinds):
+            _write(new[name], work, i, made.coded(name).part(tile.start, tile.stop))
+        return {name: x for name, x in new.items() if name not in made.kinds}
+
+    def _decoded(self, made: CodedState, tile: _Tile, work: _Work) -> dict[str, Any]:
         """The state of one tile: coded parts in the buffers, the others as they were before the first tile."""
+        number = {name: i for i, name in enumerate(made.kinds)}
         found: dict[str, Any] = {}
         for name in made.names:
-            if name in made.kinds:
-                i = list(made.kinds).index(name)
-                buffer = work.buffer(i, stop - start)
-                decode(made.coded(name).part(start, stop), buffer, work.spare(stop - start))
-                found[name] = buffer[: stop - start].to(made.kinds[name][1])
+            if name in number:
+                buffer = _read(made.coded(name).part(tile.start, tile.stop), work, number[name])
+                found[name] = buffer.to(made.kinds[name][1])
             else:
                 x = made[name]
                 found[name] = x.clone() if isinstance(x, torch.Tensor) else copy.copy(x)
@@ -446,6 +418,23 @@ def _flat(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     if t.stride() != p.stride():
         t = torch.empty_strided(p.size(), p.stride(), dtype=t.dtype, device=t.device).copy_(t)
     return t.as_strided((t.numel(),), (1,), t.storage_offset())
+
+
+def _whole(coded: Coded, dtype: torch.dtype) -> torch.Tensor:
+    """All of a state, flat."""
+    numel, device = coded.codes.numel(), coded.codes.device
+    whole, work = torch.empty(numel, dtype=dtype, device=device), _Work(numel, 1, device)
+    for start, stop in _tiles(numel, TILE):
+        whole[start:stop].copy_(_read(coded.part(start, stop), work, 0))
+    return whole
+
+
+def _read(coded: Coded, work: _Work, i: int) -> torch.Tensor:
+    """Decode a tile's state into the i-th buffer."""
+    numel = coded.codes.numel()
+    buffer = work.buffer(i, numel)
+    decode(coded, buffer, work.spare(numel))
+    return buffer[:numel]
 
 
 def _write(x: torch.Tensor, work: _Work, i: int, into: Coded) -> None:
@@ -508,13 +497,8 @@ def _is_description(x: Any) -> bool:
 def _of_description(x: dict[str, Any]) -> torch.Tensor:
     if x["version"] != VERSION:
         raise ValueError(f"8-bit states of version {x['version']}: this memopt reads version {VERSION}")
-    made = CodedState(torch.empty_strided(x["size"], x["stride"], device="meta"), ["x"])
-    made.kinds["x"] = Codec(x["codec"]), getattr(torch, x["dtype"])
-    made.device = x["codes"].device
-    made["x" + _CODES], made["x" + _SCALES] = x["codes"], x["scales"]
-    found = made.plain()["x"]
-    assert isinstance(found, torch.Tensor)
-    return found
+    coded = Coded(Codec(x["codec"]), x["codes"], x["scales"])
+    return _whole(coded, getattr(torch, x["dtype"])).as_strided(x["size"], x["stride"])
 
 
 # Whether an optimizer can have 8-bit states

@@ -82,10 +82,14 @@ class Session:
         assert model is not None, "a model that runs is there"
         if plan is not None and self._key != key_of(plan, self.optimizer):
             self._remove_state()
+            try:
+                self.quantized = quantized_optimizer(plan, model, self.optimizer, self.note)
+                if plan.away or plan.moves:
+                    self.state = OffloadedState(plan, model, self.optimizer, self.quantized, self.note)
+            except BaseException:
+                self._remove_state()
+                raise
             self._key = key_of(plan, self.optimizer)
-            self.quantized = quantized_optimizer(plan, model, self.optimizer, self.note)
-            if plan.away or plan.moves:
-                self.state = OffloadedState(plan, model, self.optimizer, self.quantized, self.note)
         if self.state is not None:
             self.state.begin_step()
         return self.state

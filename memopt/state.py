@@ -123,6 +123,7 @@ def key_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> tuple[object,
         plan.num_buckets,
         plan.nvme,
         plan.quantized,
+        plan.nonfinite,
         id(optimizer),
     )
 

@@ -71,6 +71,28 @@ def least_plan(path: Path) -> Plan:
     return memopt.plan(profile, "min", allow={"offload"}, nvme=str(path))
 
 
+def test_placement_that_failed_is_tried_again_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(original())
+    optimizer = adamw(model)
+    memopt.wrap_model(model, budget="min", allow={"offload"}, nvme=str(tmp_path))
+    memopt.wrap_optimizer(optimizer, model)
+    session = memopt.session_of(model)
+    assert session is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(memopt.state, "NVMeStore", _no_store)
+        for _ in range(2):
+            with pytest.raises(StoreError):
+                token_loss(model(IDS))
+            assert session.state is None
+    losses = trained(model, optimizer, IDS, token_loss)
+    assert session.state is not None
+    assert (losses, bits(state_of(model, optimizer))) == plain_run()
+
+
+def _no_store(path: Path) -> NVMeStore:
+    raise StoreError(path, errno.EIO, 0)
+
+
 def test_disk_without_room_is_told_before_anything_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = least_plan(tmp_path)
     monkeypatch.setattr(memopt.state, "free_bytes", lambda path: plan.forecast.store_bytes - 1)

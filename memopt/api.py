@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -93,7 +94,7 @@ def plan(
     *,
     nvme: str | None = None,
     host_budget: int | str | None = None,
-    keep_fp32: Iterable[str] = (),
+    keep_fp32: str | Iterable[str] = (),
     nonfinite: str = "skip",
     device_bytes: int | None = None,
     progress: Progress | None = None,
@@ -119,82 +120,87 @@ def plan(
     """
     levers = check_levers(allow, nvme, host_budget)
     check_nonfinite(nonfinite)
-    if isinstance(keep_fp32, str):
-        keep_fp32 = (keep_fp32,)
-    if nvme is not None and profile.device != "cpu":
-        raise UnsupportedError(f"offload from {profile.device}", "this version offloads from the CPU's memory only")
+    _check_device(profile, nvme)
     is_min = isinstance(budget, str) and budget.strip().lower() == "min"
     budget_bytes = None if is_min else budget_in_bytes(profile, budget, device_bytes)
     nvme = nvme if "offload" in levers else None
     names = quantizable(profile, keep_fp32) if "quantize" in levers else ()
-    made = _better(
-        lambda: _solved(profile, budget_bytes, levers, nvme, progress),
-        (lambda: _quantized(profile, names, nonfinite, budget_bytes, levers, nvme, progress)) if names else None,
-        is_min,
-    )
+    solve = functools.partial(_solved, budget_bytes=budget_bytes, levers=levers, nvme=nvme, progress=progress)
+    if names:
+        made = _better(lambda: solve(profile), lambda: _quantized(profile, names, nonfinite, solve), is_min)
+    else:
+        made = solve(profile)
     if nvme is not None:
         check_room(nvme, made.forecast.store_bytes)
     return made
 
 
-def _better(exact: Callable[[], Plan], quantized: Callable[[], Plan] | None, is_min: bool) -> Plan:
+def _better(exact: Callable[[], Plan], coded: Callable[[], Plan], is_min: bool) -> Plan:
     """The faster plan of the two, or the smaller one. Raises the second's InfeasibleBudgetError if neither fits."""
-    if quantized is None:
-        return exact()
     try:
         a = exact()
     except InfeasibleBudgetError:
-        return quantized()
+        return coded()
     if a.is_plain and not is_min:
         return a  # nothing is faster than the plain step
     try:
-        b = quantized()
+        b = coded()
     except InfeasibleBudgetError:
         return a
-    key = (lambda p: p.forecast.peak_bytes) if is_min else (lambda p: p.forecast.step_s)
-    return min(a, b, key=key)
+    return min(a, b, key=lambda p: p.forecast.peak_bytes if is_min else p.forecast.step_s)
 
 
-def _quantized(
-    profile: Profile,
-    names: tuple[str, ...],
-    nonfinite: str,
-    budget_bytes: int | None,
-    levers: frozenset[str],
-    nvme: str | None,
-    progress: Progress | None,
-) -> Plan:
+def _quantized(profile: Profile, names: tuple[str, ...], nonfinite: str, solve: Callable[[Profile], Plan]) -> Plan:
     """The fastest plan found with the optimizer states of these parameters in 8 bits; seconds are against plain."""
-    made = _solved(quantized(profile, names), budget_bytes, levers, nvme, progress)
+    made = solve(quantized(profile, names))
     forecast = replace(made.forecast, plain_peak_bytes=profile.peak_bytes, plain_step_s=profile.step_s)
     gap = max(0.0, 1 - profile.step_s / forecast.step_s) if forecast.step_s > 0 else 0.0
-    levers_used = (*made.levers, "quantize")
-    return replace(made, forecast=forecast, gap=gap, levers=levers_used, quantized=names, nonfinite=nonfinite)
+    levers = (*made.levers, "quantize")
+    return replace(made, forecast=forecast, gap=gap, levers=levers, quantized=names, nonfinite=nonfinite)
 
 
 def _solved(
     profile: Profile, budget_bytes: int | None, levers: frozenset[str], nvme: str | None, progress: Progress | None
 ) -> Plan:
     """The fastest plan found by recomputation and offload; without a budget the smallest."""
-    if nvme is not None:
-        offload = OffloadSolver(profile, profile.rates, "recompute" in levers, progress)
-        return offload.solve(offload.least_bytes() if budget_bytes is None else budget_bytes, nvme)
-    solver = Solver(profile, progress)
+    solver = _solver(profile, levers, nvme, progress)
     if budget_bytes is None:
-        budget_bytes = solver.peak_bytes(solver.least().outcome if "recompute" in levers else solver.plain)
-    if "recompute" not in levers:
-        return solver.solve_without_recompute(budget_bytes)
-    return solver.solve(budget_bytes)
+        budget_bytes = _least_bytes(solver, levers)
+    if isinstance(solver, OffloadSolver):
+        assert nvme is not None
+        return solver.solve(budget_bytes, nvme)
+    return solver.solve(budget_bytes) if "recompute" in levers else solver.solve_without_recompute(budget_bytes)
+
+
+def _solver(
+    profile: Profile, levers: frozenset[str], nvme: str | None, progress: Progress | None
+) -> Solver | OffloadSolver:
+    if nvme is not None:
+        return OffloadSolver(profile, profile.rates, "recompute" in levers, progress)
+    return Solver(profile, progress)
+
+
+def _least_bytes(solver: Solver | OffloadSolver, levers: frozenset[str]) -> int:
+    if isinstance(solver, OffloadSolver):
+        return solver.least_bytes()
+    return solver.peak_bytes(solver.least().outcome if "recompute" in levers else solver.plain)
+
+
+def _check_device(profile: Profile, nvme: str | None) -> None:
+    if nvme is not None and profile.device != "cpu":
+        raise UnsupportedError(f"offload from {profile.device}", "this version offloads from the CPU's memory only")
 
 
 def smallest_budget_bytes(
-    profile: Profile, allow: Iterable[str] | None = None, *, nvme: str, progress: Progress | None = None
+    profile: Profile, allow: Iterable[str] | None = None, *, nvme: str | None = None, progress: Progress | None = None
 ) -> int:
-    """The least peak that a plan with a disk at hand can reach: what `plan` takes "min" for. Raises as `plan` does."""
+    """The least peak that a plan can reach: what `plan` takes "min" for. Raises as `plan` does."""
     levers = check_levers(allow, nvme, None)
-    if profile.device != "cpu":
-        raise UnsupportedError(f"offload from {profile.device}", "this version offloads from the CPU's memory only")
-    return OffloadSolver(profile, profile.rates, "recompute" in levers, progress).least_bytes()
+    _check_device(profile, nvme)
+    nvme = nvme if "offload" in levers else None
+    names = quantizable(profile) if "quantize" in levers else ()
+    profiles = [profile, quantized(profile, names)] if names else [profile]
+    return min(_least_bytes(_solver(p, levers, nvme, progress), levers) for p in profiles)
 
 
 def check_nonfinite(nonfinite: str) -> None:

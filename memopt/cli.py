@@ -174,7 +174,7 @@ def _planned(
     if speed is not None and speed.name != "cpu" and facts.device == "cpu":
         notes.append(f"op times are those of {speed.name}; bytes are counted as torch allocates them on the CPU")
     smallest_bytes = facts.min_bytes
-    if means.nvme is not None:
+    if means.nvme is not None or "quantize" in (means.allow or ()):
         smallest_bytes = smallest_budget_bytes(facts, means.allow, nvme=means.nvme, progress=progress)
     if budget is None:
         return findings(found.name, found.about, facts, smallest_bytes=smallest_bytes, notes=tuple(notes))
@@ -189,7 +189,7 @@ def _planned(
         budget_bytes, smallest_bytes = e.budget_bytes, min(smallest_bytes, e.smallest_bytes)
     tried: tuple[Remedy, ...] = ()
     if advice and (made is None or made.forecast.slowdown >= IS_SLOW):
-        tried = remedies(found, budget_bytes, means, speed, progress)
+        tried = remedies(found, facts, budget_bytes, means, speed, progress)
     return findings(
         found.name,
         found.about,

@@ -13,6 +13,7 @@ from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.policies.quantize import quantizable, quantized
 from memopt.policies.solve import least_peak_bytes
 from memopt.profiler.hardware import Hardware
+from memopt.profiler.profile import Profile
 from memopt.quant.optimizer import codecs_of
 from memopt.target import Target
 from memopt.workload import Workload
@@ -40,9 +41,17 @@ class Means:
 
 
 def remedies(
-    target: Target, budget_bytes: int, means: Means, hardware: Hardware | None, progress: Callable[[str], None]
+    target: Target,
+    facts: Profile,
+    budget_bytes: int,
+    means: Means,
+    hardware: Hardware | None,
+    progress: Callable[[str], None],
 ) -> tuple[Remedy, ...]:
-    """Changes to the target's workload, each with what it was found to do; none for a saved profile."""
+    """Changes to the target's workload, each with what it was found to do; none for a saved profile.
+
+    `facts` is the profile of the workload as it is.
+    """
     if target.workload is None:
         return ()
     found = []
@@ -53,24 +62,19 @@ def remedies(
             allow = (frozenset(means.allow) if means.allow is not None else EXACT) | {"quantize"}
             if means.nvme is None:
                 allow -= {"offload"}
-            own = replace(means, allow=allow)
-            found.append(_remedy(QUANTIZE, target.workload, budget_bytes, own, hardware))
+            found.append(_remedy(QUANTIZE, facts, budget_bytes, replace(means, allow=allow)))
     for change, make in _changes(target, target.workload):
         progress(f"trying {change}")
         try:
-            found.append(_remedy(change, make(), budget_bytes, means, hardware))
+            found.append(_remedy(change, profile_workload(make(), "fake", hardware), budget_bytes, means))
         except (MemoptError, RuntimeError, ValueError):
             continue  # a change that this model does not stand is no remedy
     return tuple(found)
 
 
-def _remedy(change: str, workload: Workload, budget_bytes: int, means: Means, hardware: Hardware | None) -> Remedy:
-    facts = profile_workload(workload, "fake", hardware)
-    if "quantize" in (means.allow or ()):
-        smallest_bytes = least_peak_bytes(quantized(facts, quantizable(facts)))
-    else:
-        smallest_bytes = least_peak_bytes(facts)
-    slowdown = None
+def _remedy(change: str, facts: Profile, budget_bytes: int, means: Means) -> Remedy:
+    coded = quantizable(facts) if "quantize" in (means.allow or ()) else ()
+    smallest_bytes, slowdown = least_peak_bytes(quantized(facts, coded)), None
     try:
         forecast = plan(facts, budget_bytes, means.allow, nvme=means.nvme).forecast
         slowdown, smallest_bytes = forecast.slowdown, min(smallest_bytes, forecast.peak_bytes)

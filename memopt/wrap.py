@@ -17,6 +17,7 @@ from memopt.api import Budget, check_levers, check_nonfinite, plan, with_peak
 from memopt.apply import attach, attachment_of, detach
 from memopt.errors import InfeasibleBudgetError, StoreError, UnsupportedError
 from memopt.policies.plan import Plan
+from memopt.policies.quantize import patterns_of
 from memopt.policies.solve import least_peak_bytes
 from memopt.profiler.profile import Profile
 from memopt.profiler.step import profile_step
@@ -62,7 +63,7 @@ class LazyPlanner:
         allow: Iterable[str] | None,
         nvme: str | None,
         host_budget: int | str | None,
-        keep_fp32: Iterable[str],
+        keep_fp32: tuple[str, ...],
         nonfinite: str,
     ) -> None:
         self.session, self.budget, self.nvme, self.host_budget = session, budget, nvme, host_budget
@@ -120,9 +121,14 @@ class LazyPlanner:
                 self.session.note(f"optimizer states stay as they are: {e}")
                 allow -= {"quantize"}
         host_budget = self.host_budget if nvme is not None else None
-        keep = self.keep_fp32
         return plan(
-            profile, self.budget, allow, nvme=nvme, host_budget=host_budget, keep_fp32=keep, nonfinite=self.nonfinite
+            profile,
+            self.budget,
+            allow,
+            nvme=nvme,
+            host_budget=host_budget,
+            keep_fp32=self.keep_fp32,
+            nonfinite=self.nonfinite,
         )
 
     def _profile(self, model: nn.Module, args: Any, kwargs: Any, case: _Case) -> Profile:
@@ -191,7 +197,7 @@ def wrap_model(
     *,
     nvme: str | None = None,
     host_budget: int | str | None = None,
-    keep_fp32: Iterable[str] = (),
+    keep_fp32: str | Iterable[str] = (),
     nonfinite: str = "skip",
 ) -> M: ...
 @overload
@@ -202,7 +208,7 @@ def wrap_model(
     *,
     nvme: str | None = None,
     host_budget: int | str | None = None,
-    keep_fp32: Iterable[str] = (),
+    keep_fp32: str | Iterable[str] = (),
     nonfinite: str = "skip",
 ) -> Callable[[Callable[..., M]], Callable[..., M]]: ...
 
@@ -214,7 +220,7 @@ def wrap_model(
     *,
     nvme: str | None = None,
     host_budget: int | str | None = None,
-    keep_fp32: Iterable[str] = (),
+    keep_fp32: str | Iterable[str] = (),
     nonfinite: str = "skip",
 ) -> Any:
     """Keep a model's training within a budget: `wrap_model(model, budget="6GiB")` returns the same object.
@@ -236,7 +242,7 @@ def wrap_model(
             allow=allow,
             nvme=nvme,
             host_budget=host_budget,
-            keep_fp32=keep_fp32,
+            keep_fp32=patterns_of(keep_fp32),
             nonfinite=nonfinite,
         )
         return functools.partial(_decorated, wrap=wrap)
@@ -244,7 +250,7 @@ def wrap_model(
         raise ValueError(f"wrap_model takes a torch.nn.Module, not {type(model).__name__}")
     budget = _check(budget, allow, nvme, host_budget, nonfinite)
     session = Session(model, None, detach)
-    attach(model, LazyPlanner(session, budget, allow, nvme, host_budget, tuple(keep_fp32), nonfinite), session)
+    attach(model, LazyPlanner(session, budget, allow, nvme, host_budget, patterns_of(keep_fp32), nonfinite), session)
     return model
 
 

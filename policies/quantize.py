@@ -14,15 +14,20 @@ _ITEM_BYTES = (2, 4)  # of a state's element; doubles stay as they are
 _CODEC_BYTES = 20  # of memory traffic that decoding and encoding an element of a state takes as long as
 
 
-def quantizable(profile: Profile, keep_fp32: Iterable[str] = ()) -> tuple[str, ...]:
+def quantizable(profile: Profile, keep_fp32: str | Iterable[str] = ()) -> tuple[str, ...]:
     """Names of the parameters whose optimizer states can be in 8 bits, but for those that match a pattern."""
-    patterns = tuple(keep_fp32)
+    patterns = patterns_of(keep_fp32)
     states = _states(profile)
     return tuple(
         name
         for name, numel in profile.parameters
         if numel >= LEAST_CODED and states.get(name) and not any(fnmatchcase(name, pattern) for pattern in patterns)
     )
+
+
+def patterns_of(keep_fp32: str | Iterable[str]) -> tuple[str, ...]:
+    """One pattern or several, as a tuple."""
+    return (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
 
 
 def quantized(profile: Profile, names: Iterable[str]) -> Profile:

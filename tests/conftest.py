@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -16,3 +17,18 @@ def _no_calibration_of_this_machine(tmp_path_factory: pytest.TempPathFactory) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A file with a factory `workload` of a model that is mostly optimizer states."""
+    path = tmp_path / "wide.py"
+    path.write_text(
+        "import memopt, torch\n"
+        "from torch import nn\n"
+        "def workload():\n"
+        "    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])\n"
+        "    optimizer = torch.optim.AdamW(model.parameters())\n"
+        "    return memopt.Workload(model, (torch.randn(8, 256),), loss=lambda y: y.sum(), optimizer=optimizer)\n"
+    )
+    return path

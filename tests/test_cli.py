@@ -205,19 +205,10 @@ def test_disk_is_told_in_json(factories, tmp_path, budget):
         assert data["budget_bytes"] == data["smallest_budget_bytes"]
 
 
-def test_disk_table_names_bytes_traffic_and_causes(tmp_path):
-    factory = tmp_path / "wide.py"
-    factory.write_text(
-        "import memopt, torch\n"
-        "from torch import nn\n"
-        "def workload():\n"
-        "    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])\n"
-        "    optimizer = torch.optim.AdamW(model.parameters())\n"
-        "    return memopt.Workload(model, (torch.randn(8, 256),), loss=lambda y: y.sum(), optimizer=optimizer)\n"
-    )
+def test_disk_table_names_bytes_traffic_and_causes(wide, tmp_path):
     disk = tmp_path / "a [long] path" / "of several names" / "that no table's title would hold"
     disk.mkdir(parents=True)
-    done = run("report", f"{factory}:workload", "--budget", "min", "--nvme", disk, "--no-advice")
+    done = run("report", f"{wide}:workload", "--budget", "min", "--nvme", disk, "--no-advice")
     assert done.exit_code == 0
     for text in (
         *("On disk", f"kept under {disk}\n", "optimizer states", "room taken", "read in a step", "written in a step"),

@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import memopt
+from memopt.api import smallest_budget_bytes
 from memopt.cli import app
 from memopt.policies.plan import Away
 from memopt.policies.quantize import quantizable, quantized, saved_bytes
@@ -171,8 +172,7 @@ def test_training_is_the_same_wherever_the_codes_are(allow, tmp_path):
         plan = memopt.plan(profile, budget, allow=allow, nvme=nvme)
         if plan.quantized and (nvme is None or plan.away):
             break
-    if not plan.quantized:
-        pytest.skip("no budget for which both are worth it")
+    assert plan.quantized, "there is a budget for which all of them are worth it"
     with memopt.apply(plan, other, ours) as session:
         assert train(other, ours, range(5)) == expected
         assert session.quantized is not None
@@ -258,19 +258,28 @@ def test_treatment_of_bad_gradients_is_the_user_s():
 # The report
 
 
-def test_report_says_what_8_bits_would_buy(tmp_path):
-    factory = tmp_path / "wide.py"
-    factory.write_text(
-        "import memopt, torch\n"
-        "from torch import nn\n"
-        "def workload():\n"
-        "    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])\n"
-        "    optimizer = torch.optim.AdamW(model.parameters())\n"
-        "    return memopt.Workload(model, (torch.randn(8, 256),), loss=lambda y: y.sum(), optimizer=optimizer)\n"
-    )
+def test_one_name_is_a_pattern_too():
+    model = build()
+    optimizer = adamw(model)
+    memopt.wrap_model(model, budget="min", allow={"quantize"}, keep_fp32="0.weight")
+    memopt.wrap_optimizer(optimizer, model)
+    train(model, optimizer, range(1))
+    assert memopt.session_of(model).plan.quantized == quantizable(profiled(), "0.weight")
 
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_smallest_budget_knows_8_bits(has_disk, tmp_path):
+    nvme = str(tmp_path) if has_disk else None
+    allow = {"recompute", "quantize"} | ({"offload"} if has_disk else set())
+    smallest = memopt.plan(profiled(), "min", allow=allow, nvme=nvme).budget_bytes
+    assert smallest_budget_bytes(profiled(), allow, nvme=nvme) == smallest
+    without = smallest_budget_bytes(profiled(), allow - {"quantize"}, nvme=nvme)
+    assert smallest <= without if has_disk else smallest < without
+
+
+def test_report_says_what_8_bits_would_buy(wide):
     def report(*options):
-        done = CliRunner().invoke(app, ["report", f"{factory}:workload", "--json", *options])
+        done = CliRunner().invoke(app, ["report", f"{wide}:workload", "--json", *options])
         assert done.exit_code in (0, 3), done.stderr
         return json.loads(done.stdout)
 

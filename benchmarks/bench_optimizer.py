@@ -13,7 +13,9 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -39,6 +41,39 @@ def parameters_of(num: int, width: int = 2048) -> list[torch.nn.Parameter]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same parameters twice, under a plain AdamW and under one whose moments are on a store."""
+
+    plain: list[torch.nn.Parameter]
+    streamed: list[torch.nn.Parameter]
+    optimizers: tuple[torch.optim.AdamW, torch.optim.AdamW]
+    store: NVMeStore
+
+    @property
+    def num(self) -> int:
+        return sum(p.numel() for p in self.plain)
+
+    @property
+    def is_equal(self) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(self.plain, self.streamed, strict=True))
+
+
+@contextmanager
+def pair_of(num: int, nvme: str) -> Iterator[Pair]:
+    """A pair of about `num` parameters each; what is on the disk is deleted afterwards."""
+    plain, streamed = parameters_of(num), parameters_of(num)
+    directory = RunDirectory(nvme)
+    store = NVMeStore(directory.path)
+    a, b = (torch.optim.AdamW(params, lr=1e-3, fused=True) for params in (plain, streamed))
+    bucketed = BucketedOptimizer(b, {id(p) for p in streamed}, store, BUCKET_BYTES, 3, None, None, print)
+    bucketed.install()
+    yield Pair(plain, streamed, (a, b), store)
+    bucketed.remove()
+    store.close()
+    directory.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
@@ -46,13 +81,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--nvme", default=tempfile.gettempdir())
     args = parser.parse_args()
-    plain, streamed = parameters_of(int(args.params)), parameters_of(int(args.params))
-    num = sum(p.numel() for p in plain)
-    directory = RunDirectory(args.nvme)
-    store = NVMeStore(directory.path)
-    optimizers = [torch.optim.AdamW(params, lr=1e-3, fused=True) for params in (plain, streamed)]
-    bucketed = BucketedOptimizer(optimizers[1], {id(p) for p in streamed}, store, BUCKET_BYTES, 3, None, None, print)
-    bucketed.install()
+    with pair_of(int(args.params), args.nvme) as pair:
+        compare(pair, args.rounds, args.json)
+
+
+def compare(pair: Pair, rounds: int, as_json: bool) -> None:
+    num, store, optimizers = pair.num, pair.store, pair.optimizers
     raw = store.reserve([BUCKET_BYTES // 2] * (-(-8 * num // (BUCKET_BYTES // 2))))
     buffers = [aligned_empty(BUCKET_BYTES // 2) for _ in range(2)]
 
@@ -65,11 +99,11 @@ def main() -> None:
         optimizer.step()
     move()
     times: dict[str, list[float]] = {"plain": [], "streamed": [], "raw": []}
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         times["plain"].append(seconds_of(optimizers[0].step))
         times["streamed"].append(seconds_of(optimizers[1].step))
         times["raw"].append(seconds_of(move))
-    is_equal = all(torch.equal(a, b) for a, b in zip(plain, streamed, strict=True))
+    is_equal = pair.is_equal
     median = {name: statistics.median(t) for name, t in times.items()}
     ratio = statistics.median(a / b for a, b in zip(times["streamed"], times["raw"], strict=True))
     seconds = {name: 1e8 / num * median[name] for name in times}
@@ -79,10 +113,7 @@ def main() -> None:
         f"per 100M parameters: plain {seconds['plain']:.3f} s, streamed {seconds['streamed']:.3f} s, the bytes alone "
         f"{seconds['raw']:.3f} s; streamed / bytes alone x{ratio:.2f}; {'equal' if is_equal else 'DIFFERENT'}"
     )
-    bucketed.remove()
-    store.close()
-    directory.close()
-    if args.json:
+    if as_json:
         rounded = {name: round(s, 4) for name, s in seconds.items()}
         print(json.dumps({"benchmark": "optimizer", **rounded, "over_raw": round(ratio, 3), "equal": is_equal}))
 

@@ -29,11 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_optimizer import BUCKET_BYTES, parameters_of, seconds_of
-
-from memopt.offload.nvme import NVMeStore
-from memopt.offload.optimizer import BucketedOptimizer
-from memopt.offload.run_directory import RunDirectory
+from bench_optimizer import Pair, pair_of, parameters_of, seconds_of
 
 NUM_BUFFERS = 12  # of one tensor of a group: four that are updated, four being read, four being written
 EQUAL_TO = 1e-5  # the largest difference from plain AdamW that is called near
@@ -116,8 +112,8 @@ def serve(args: argparse.Namespace) -> None:
         start = disk_bytes()
         loss = engine(torch.zeros(()))
         backward = seconds_of(lambda total=loss: engine.backward(total))
+        answer = {"backward_moved": moved_since(start, num), "backward": backward}
         middle = disk_bytes()
-        answer = {"backward_moved": [(b - a) / num for a, b in zip(start, middle, strict=True)], "backward": backward}
         answer |= {"step": seconds_of(engine.step), "moved": moved_since(middle, num)}
         print(json.dumps(answer), file=answers, flush=True)
     torch.distributed.destroy_process_group()
@@ -184,13 +180,12 @@ def main() -> None:
     if args.serve:
         serve(args)
         return
-    plain, streamed = parameters_of(int(args.params)), parameters_of(int(args.params))
-    num = sum(p.numel() for p in plain)
-    directory = RunDirectory(args.nvme)
-    store = NVMeStore(directory.path)
-    optimizers = [torch.optim.AdamW(params, lr=1e-3, fused=True) for params in (plain, streamed)]
-    bucketed = BucketedOptimizer(optimizers[1], {id(p) for p in streamed}, store, BUCKET_BYTES, 3, None, None, print)
-    bucketed.install()
+    with pair_of(int(args.params), args.nvme) as pair:
+        compare(pair, args)
+
+
+def compare(pair: Pair, args: argparse.Namespace) -> None:
+    num, optimizers = pair.num, pair.optimizers
     with tempfile.TemporaryDirectory(dir=args.nvme) as swapped:
         peer = DeepSpeed(args, swapped)
         for optimizer in optimizers:
@@ -209,8 +204,8 @@ def main() -> None:
         peer.ask(saved := str(Path(swapped, "parameters.pt")))
         others = torch.load(saved)
         peer.close()
-    is_equal = all(torch.equal(a, b) for a, b in zip(plain, streamed, strict=True))
-    difference = max((a - b).abs().max().item() for a, b in zip((p.detach() for p in plain), others, strict=True))
+    is_equal = pair.is_equal
+    difference = max((a - b).abs().max().item() for a, b in zip((p.detach() for p in pair.plain), others, strict=True))
     seconds = {name: 1e8 / num * statistics.median(times[name] for times in rounds) for name in rounds[0]}
     ratio = statistics.median(times["deepspeed"] / times["memopt"] for times in rounds)
     by_byte = ratio * sum(ours) / sum(theirs["moved"])
@@ -234,9 +229,6 @@ def main() -> None:
         f"against plain AdamW: memopt {'equal' if is_equal else 'DIFFERENT'}, deepspeed differs by at most "
         f"{difference:.1e}, {'near' if difference <= EQUAL_TO else 'NOT NEAR'}"
     )
-    bucketed.remove()
-    store.close()
-    directory.close()
     if args.json:
         found = {name: round(s, 4) for name, s in seconds.items()} | {"ratio": round(ratio, 3)}
         found |= {"ratio_by_byte": round(by_byte, 3), "equal": is_equal, "deepspeed_difference": difference}

@@ -8,6 +8,7 @@ finds the fastest recomputation; the best rung wins, with the waits for the stor
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -162,28 +163,26 @@ class OffloadSolver:
         return best
 
     def _fitting(self, budget_bytes: int) -> list[_Rung]:
-        """Rungs worth solving: the first that fits, some that leave more room for activations, and the last."""
-        for staged_for in (budget_bytes, 0):
-            ladder = self.placements(staged_for)
-            rungs: dict[int, _Rung | None] = {}
+        """Rungs worth solving, with staging that suits the budget or, if nothing fits then, with the least."""
+        found = self._fitting_of(self.placements(budget_bytes), budget_bytes)
+        return found or self._fitting_of(self.placements(0), budget_bytes)
 
-            def fitting(i: int, ladder: list[Placement] = ladder, rungs: dict[int, _Rung | None] = rungs) -> bool:
-                if i not in rungs:
-                    self._progress(f"placing model state, {i + 1} of {len(ladder)}")
-                    rung = self._rung(ladder[i], ladder[i - 1] if i else None)
-                    rungs[i] = rung if self._fits(rung, budget_bytes) else None
-                return rungs[i] is not None
+    def _fitting_of(self, ladder: list[Placement], budget_bytes: int) -> list[_Rung]:
+        """The first rung that fits, some that leave more room for activations, and the last."""
 
-            last = len(ladder) - 1
-            if fitting(last):
-                first = bisect.bisect_left(range(last), True, key=fitting)
-            else:  # staging can be more than what it saves
-                first = next((i for i in range(last) if fitting(i)), last)
-            wanted = sorted({first, first + 1, first + 2, first + 4, last} & set(range(len(ladder))))
-            found = [rung for i in wanted if fitting(i) and (rung := rungs[i]) is not None]
-            if found:
-                return found
-        return []
+        @functools.cache
+        def fitting(i: int) -> _Rung | None:
+            self._progress(f"placing model state, {i + 1} of {len(ladder)}")
+            rung = self._rung(ladder[i], ladder[i - 1] if i else None)
+            return rung if self._fits(rung, budget_bytes) else None
+
+        last = len(ladder) - 1
+        if fitting(last) is not None:
+            first = bisect.bisect_left(range(last), True, key=lambda i: fitting(i) is not None)
+        else:  # staging can be more than what it saves
+            first = next((i for i in range(last) if fitting(i) is not None), last)
+        wanted = sorted({first, first + 1, first + 2, first + 4, last} & set(range(len(ladder))))
+        return [rung for i in wanted if (rung := fitting(i)) is not None]
 
     def _fits(self, rung: _Rung, budget_bytes: int) -> bool:
         """Whether any choice fits; the cheapest to try come first."""

@@ -227,6 +227,21 @@ def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+def same(a: Any, b: Any) -> bool:
+    """Whether two nests of dicts, lists, tensors and numbers are equal, tensors bit for bit and with their strides."""
+    if isinstance(a, torch.Tensor):
+        if not isinstance(b, torch.Tensor) or (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
+            return False
+        if a.layout is not torch.strided:
+            return same(a.coalesce().values(), b.coalesce().values())
+        return a.stride() == b.stride() and a.detach().numpy().tobytes() == b.detach().numpy().tobytes()
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two dicts of tensors (or two tensors) are equal bit for bit, NaN included."""
     if isinstance(a, dict):

@@ -10,6 +10,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from small_models import same
 from torch import nn
 from torch.optim import Optimizer
 
@@ -101,21 +102,6 @@ def pair(make, store, build=net, **options):
     plain_model, model = build(), build()
     plain, ours = make(plain_model.parameters()), make(model.parameters())
     return plain_model, plain, model, ours, Away(model, ours, store, **options)
-
-
-def same(a, b):
-    """Whether two nests of dicts, lists, tensors and numbers are equal, tensors bit for bit and with their strides."""
-    if isinstance(a, torch.Tensor):
-        if not isinstance(b, torch.Tensor) or (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
-            return False
-        if a.layout is not torch.strided:
-            return same(a.coalesce().values(), b.coalesce().values())
-        return a.stride() == b.stride() and a.detach().numpy().tobytes() == b.detach().numpy().tobytes()
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
 
 
 def everything(model, optimizer):
